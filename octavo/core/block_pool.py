@@ -1,0 +1,200 @@
+"""The block pool: which blocks are free, in which order they are reused, and which content can be found where.
+
+    free queue   head ─► next to be handed out ... last to be evicted ◄─ tail
+                 blocks without a key go to the head, blocks with one to the tail
+
+A block with a key stays findable while it is free, until it is handed out again.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK
+
+
+class BlockPool:
+    """Hands out blocks 1 .. num_blocks - 1 and counts who holds them. Block 0 is the null block.
+
+    Args:
+        num_blocks: Blocks in the pool, the null block included.
+        enable_caching: Whether blocks can be found by key.
+    """
+
+    def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and at least one more, so num_blocks={num_blocks} is too few")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.num_free_blocks = num_blocks - 1
+        # Raised by each change of what can be found, so that a look-up's result can be kept until then.
+        self.generation = 0
+        self.num_evictions = 0
+        self._ref_counts = [0] * num_blocks
+        # A doubly linked list over block ids. The null block is never free, so its place is the list's anchor:
+        # next[0] is the head and previous[0] the tail.
+        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        self._key_of: list[tuple[int, bytes] | None] = [None] * num_blocks
+        self._block_of: dict[tuple[int, bytes], int] = {}
+        # Further blocks with the content of `_block_of[key]`, oldest first. Rare: two requests computed the same
+        # block at the same time, or a prompt of full blocks computed its last one again.
+        self._twins: dict[tuple[int, bytes], list[int]] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that can hold tokens: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_usable_blocks - self.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by a key."""
+        return len(self._block_of) + sum(map(len, self._twins.values()))
+
+    def ref_count(self, block_id: int) -> int:
+        """Return how many tables hold the block."""
+        return self._ref_counts[block_id]
+
+    def is_free(self, block_id: int) -> bool:
+        """Say whether the block stands in the free queue."""
+        return block_id != NULL_BLOCK and self._ref_counts[block_id] == 0
+
+    def free_queue(self) -> list[int]:
+        """Return the free blocks in the order in which they would be handed out. For tests and dumps."""
+        queue = []
+        block_id = self._next[NULL_BLOCK]
+        while block_id != NULL_BLOCK:
+            queue.append(block_id)
+            block_id = self._next[block_id]
+        return queue
+
+    def cached_blocks(self) -> dict[tuple[int, bytes], list[int]]:
+        """Return all blocks that can be found, by (group, key). For tests and dumps."""
+        return {key: [block_id, *self._twins.get(key, ())] for key, block_id in self._block_of.items()}
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        """Take `count` blocks from the head of the free queue, dropping the keys they had.
+
+        Raises:
+            ValueError: There are fewer free blocks; nothing has changed.
+        """
+        if count > self.num_free_blocks:
+            raise ValueError(f"{count} blocks were asked for and {self.num_free_blocks} are free")
+        following, key_of, ref_counts = self._next, self._key_of, self._ref_counts
+        block_ids = []
+        block_id = following[NULL_BLOCK]
+        for _ in range(count):
+            block_ids.append(block_id)
+            if key_of[block_id] is not None:
+                self._forget(block_id)
+                self.num_evictions += 1
+            ref_counts[block_id] = 1
+            block_id = following[block_id]
+        following[NULL_BLOCK] = block_id
+        self._previous[block_id] = NULL_BLOCK
+        self.num_free_blocks -= count
+        return block_ids
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to each block, taking it out of the free queue where it stands there."""
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            if self._ref_counts[block_id] == 0:
+                before, after = self._previous[block_id], self._next[block_id]
+                self._next[before] = after
+                self._previous[after] = before
+                self.num_free_blocks -= 1
+            self._ref_counts[block_id] += 1
+
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """Drop a reference of each block; those that nobody holds any more become free.
+
+        Args:
+            block_ids: In eviction order: of those with a key, the first is reused first. Those without a key go to
+                the head of the queue together, keeping their order. Null entries are passed over.
+
+        Raises:
+            ValueError: A block is given more often than it is held; nothing has changed.
+        """
+        block_ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
+        self._refuse_double_free(block_ids)
+        keyless, keyed = [], []
+        for block_id in block_ids:
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                (keyless if self._key_of[block_id] is None else keyed).append(block_id)
+        self._link(keyless, after=NULL_BLOCK)
+        self._link(keyed, after=self._previous[NULL_BLOCK])
+        self.num_free_blocks += len(keyless) + len(keyed)
+
+    def get_cached_block(self, key: bytes, group_id: int) -> int | None:
+        """Return the block that was first registered under the key in this group, or None."""
+        return self._block_of.get((group_id, key))
+
+    def cache_full_blocks(self, block_ids: Sequence[int], keys: Sequence[bytes], group_id: int) -> None:
+        """Make held, full blocks findable, each under its key."""
+        if not self.enable_caching or not block_ids:
+            return
+        self.generation += 1
+        for block_id, key in zip(block_ids, keys, strict=True):
+            assert self._key_of[block_id] is None, f"block {block_id} is registered already"
+            grouped_key = (group_id, key)
+            self._key_of[block_id] = grouped_key
+            if self._block_of.setdefault(grouped_key, block_id) != block_id:
+                self._twins.setdefault(grouped_key, []).append(block_id)
+
+    def uncache_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make held blocks unfindable; they keep their references."""
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is free; its place in the queue would be wrong"
+            if self._key_of[block_id] is not None:
+                self._forget(block_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Make every block unfindable, if nobody holds one; return whether that was done."""
+        if self.num_used_blocks:
+            return False
+        self._key_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._twins.clear()
+        self.generation += 1
+        return True
+
+    def _forget(self, block_id: int) -> None:
+        key = self._key_of[block_id]
+        assert key is not None
+        self._key_of[block_id] = None
+        self.generation += 1
+        twins = self._twins.get(key)
+        if twins is None:
+            del self._block_of[key]
+            return
+        if self._block_of[key] == block_id:
+            self._block_of[key] = twins.pop(0)
+        else:
+            twins.remove(block_id)
+        if not twins:
+            del self._twins[key]
+
+    def _link(self, block_ids: Sequence[int], *, after: int) -> None:
+        """Put blocks into the free queue, in order, behind block `after`."""
+        end = self._next[after]
+        for block_id in block_ids:
+            self._next[after] = block_id
+            self._previous[block_id] = after
+            after = block_id
+        self._next[after] = end
+        self._previous[end] = after
+
+    def _refuse_double_free(self, block_ids: Sequence[int]) -> None:
+        ref_counts = self._ref_counts
+        if len(set(block_ids)) == len(block_ids):
+            too_often = [b for b in block_ids if ref_counts[b] < 1]
+        else:
+            too_often = [b for b in set(block_ids) if ref_counts[b] < block_ids.count(b)]
+        if too_often:
+            raise ValueError(f"block {too_often[0]} is freed more often than it is held ({ref_counts[too_often[0]]})")

@@ -1,0 +1,230 @@
+"""The engine: requests as token ids in, new token ids out, one step at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from octavo.core.kv_cache_manager import ResetResult
+from octavo.core.outputs import EngineOutput
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.core.stats import EngineStats
+from octavo.core.step_plan import StepPlan, StepResult
+from octavo.errors import EngineClosedError, InvalidRequestError
+
+MAX_CACHE_SALT_CHARS = 1024
+MAX_REQUEST_ID_CHARS = 512
+
+
+class Runner(Protocol):
+    """What executes a plan."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class EngineCore:
+    """Checks requests, and turns the crank: plan, run, take in.
+
+    Args:
+        scheduler: Plans the steps.
+        runner: Executes them.
+        vocab_size: Token ids are below it.
+        max_model_len: Tokens in the longest request, prompt and output together.
+        eos_token_ids: Ids that end a request unless it ignores them.
+        seed: What the seeds of requests without one of their own are derived from.
+        accepts_cache_salts: Whether the prefix cache's keys are strong enough to keep tenants apart.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        accepts_cache_salts: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner: Runner | None = runner
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.accepts_cache_salts = accepts_cache_salts
+        self._num_arrivals = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Check a request and put it in line.
+
+        Args:
+            request_id: Unique among the requests under way.
+            prompt_token_ids: At least one id, and fewer than `max_model_len`.
+            params: How to sample; its `n` is the caller's business, one call adds one choice.
+            choice: Which choice this is.
+            priority: Only 0 has a meaning to a queue that does not order by priority.
+            cache_salt: Requests share cached prefixes only with requests of the same salt.
+
+        Raises:
+            InvalidRequestError: The request cannot be served as asked. Nothing has changed.
+        """
+        self._open_runner()
+        self.check_request(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        arrival = self._num_arrivals
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            max_model_len=self.max_model_len,
+            arrival=arrival,
+            choice=choice,
+            seed=_derived_seed(self.seed, arrival) if params.seed is None else params.seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            eos_token_ids=self.eos_token_ids,
+        )
+        self.scheduler.add_request(request)
+        self._num_arrivals += 1
+
+    def check_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Raise InvalidRequestError for a request that cannot be served as asked."""
+        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
+            raise _invalid("request_id", f"text of 1 to {MAX_REQUEST_ID_CHARS} characters", request_id)
+        if not isinstance(params, SamplingParams):
+            raise _invalid("params", "a SamplingParams", params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise _invalid("priority", "a whole number", priority)
+        if priority and not self.scheduler.waiting.heeds_priority:
+            raise InvalidRequestError(
+                f"priority is {priority}, and the request queue {type(self.scheduler.waiting).__name__} does not order "
+                "by priority; leave it at 0, or choose a queue that does.",
+                parameter="priority",
+            )
+        self._check_prompt(prompt_token_ids)
+        self._check_stop_ids(params)
+        self._check_salt(cache_salt)
+        self.scheduler.check_admissible(len(prompt_token_ids))
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request; its last output, with the reason "abort", comes with the next step.
+
+        Returns:
+            Whether it was under way. Unknown and finished ids are no error.
+        """
+        return self.scheduler.abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Say whether a further step has something to compute or to report."""
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self) -> EngineOutput:
+        """Compute one step and return what it brought.
+
+        Raises:
+            EngineClosedError: After `shutdown`.
+            Exception: What the model or a backend raised. The step is undone: its requests wait to be computed
+                anew, and the caller may step again or abort them.
+        """
+        runner = self._open_runner()
+        plan = self.scheduler.schedule()
+        try:
+            result = runner.run(plan)
+        except BaseException:
+            self.scheduler.roll_back(plan)
+            raise
+        return self.scheduler.update_from_output(plan, result)
+
+    def take_ended(self) -> EngineOutput:
+        """Return the last outputs of aborted requests without waiting for the next step."""
+        return self.scheduler.take_ended()
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the counters."""
+        return self.scheduler.stats()
+
+    def reset_prefix_cache(self) -> ResetResult:
+        """Forget all cached prefixes, if no request holds blocks; say what was done."""
+        return self.scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Let go of the model and the KV cache. Further calls do nothing."""
+        self.runner = None
+
+    def _open_runner(self) -> Runner:
+        if self.runner is None:
+            raise EngineClosedError("The engine was shut down; make a new one.")
+        return self.runner
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
+            raise _invalid("prompt_token_ids", "a list of token ids", prompt_token_ids)
+        if not prompt_token_ids:
+            raise InvalidRequestError("The prompt is empty; it needs at least one token.", parameter="prompt")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"The prompt has {len(prompt_token_ids)} tokens, and max_model_len={self.max_model_len} leaves room for "
+                f"prompts of at most {self.max_model_len - 1} and one new token. Shorten it, or raise max_model_len.",
+                parameter="prompt",
+            )
+        for position, token_id in enumerate(prompt_token_ids):
+            if not _is_id(token_id, self.vocab_size):
+                raise InvalidRequestError(
+                    f"Token id {token_id!r} at position {position} of the prompt is not in the vocabulary; ids are whole "
+                    f"numbers from 0 to {self.vocab_size - 1}.",
+                    parameter="prompt_token_ids",
+                )
+
+    def _check_stop_ids(self, params: SamplingParams) -> None:
+        for token_id in params.stop_token_ids or ():
+            if not _is_id(token_id, self.vocab_size):
+                raise _invalid("stop_token_ids", f"ids from 0 to {self.vocab_size - 1}", token_id)
+
+    def _check_salt(self, cache_salt: str | None) -> None:
+        if cache_salt is None:
+            return
+        if not isinstance(cache_salt, str) or not 0 < len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise _invalid("cache_salt", f"text of 1 to {MAX_CACHE_SALT_CHARS} characters", cache_salt)
+        if any("\ud800" <= char <= "\udfff" for char in cache_salt):
+            raise _invalid("cache_salt", "text without lone surrogates", ascii(cache_salt))
+        if not self.accepts_cache_salts:
+            raise InvalidRequestError(
+                "cache_salt keeps tenants apart, and the configured hash function's collisions can be constructed; "
+                "choose hash_function='sha256', or leave the salt out.",
+                parameter="cache_salt",
+            )
+
+
+def _is_id(token_id: Any, vocab_size: int) -> bool:
+    is_whole = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
+    return is_whole and 0 <= token_id < vocab_size
+
+
+def _invalid(parameter: str, wanted: str, value: Any) -> InvalidRequestError:
+    return InvalidRequestError(f"{parameter} must be {wanted}, not {repr(value)[:200]}.", parameter=parameter)
+
+
+def _derived_seed(engine_seed: int, arrival: int) -> int:
+    digest = hashlib.blake2b(struct.pack("<qq", engine_seed, arrival), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

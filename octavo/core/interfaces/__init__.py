@@ -1,0 +1,27 @@
+"""The contracts that plugin authors import. Nothing here imports torch."""
+
+from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from octavo.core.interfaces.hash_function import HashFunction
+from octavo.core.interfaces.kv_cache_manager import BlockSource, SingleTypeKVCacheManager
+from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, Tokenizer
+from octavo.core.interfaces.request_queue import QueuedRequest, RequestQueue
+from octavo.core.interfaces.version import CONTRACT_VERSION
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionSpec",
+    "BlockSource",
+    "Checkpoint",
+    "ForwardBatch",
+    "FullAttentionSpec",
+    "HashFunction",
+    "KVCacheSpec",
+    "Model",
+    "QueuedRequest",
+    "RequestQueue",
+    "SingleTypeKVCacheManager",
+    "Tokenizer",
+]

@@ -1,0 +1,141 @@
+"""The contracts of a model, and of what it is built from and given.
+
+A model is arithmetic: token ids and positions in, hidden rows out. It keeps no state between steps; keys and values
+go through `ForwardBatch.attention`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from octavo.core.interfaces.attention import AttentionSpec
+from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
+from octavo.core.interfaces.version import CONTRACT_VERSION
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One past the largest id that stands for some text."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out when it skips special tokens."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's Jinja template for conversations; None when it has none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with the tokens that the model wants around every text (BOS)."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            InvalidRequestError: The messages do not fit the template, or the model has none.
+        """
+
+
+class Checkpoint(Protocol):
+    """A model's files, whatever their format: a config, tensors by their Hugging Face names, a tokenizer."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of a Hugging Face config.json, or its equivalent from the metadata of another format."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the weights are meant to be computed, as torch names it."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation."""
+
+    def tensor_names(self) -> Iterable[str]: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, dequantised, on the CPU. CheckpointError when it is missing or cannot be read."""
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. CheckpointError when there is none."""
+
+
+class ForwardBatch(Protocol):
+    """One step, as a model sees it."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64. [num_tokens]"""
+
+    @property
+    def positions(self) -> Tensor:
+        """Each token's position in its own request, int64. [num_tokens]"""
+
+    def attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store this layer's keys and values, then attend.
+
+        Args:
+            layer: Index into what the model's `attention_specs` returned.
+            query: [num_tokens, num_query_heads, head_dim]
+            key: [num_tokens, num_kv_heads, head_dim]
+            value: [num_tokens, num_kv_heads, head_dim_v]; None when it is a prefix of the key.
+            sinks: This layer's sink logits, when its spec has them. [num_query_heads]
+
+        Returns:
+            [num_tokens, num_query_heads, head_dim_v]
+        """
+
+
+class Model(ABC):
+    """A decoder. Built from a checkpoint, run by the model runner."""
+
+    contract_version: ClassVar[int] = CONTRACT_VERSION
+
+    @classmethod
+    @abstractmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: str, device: str) -> Model:
+        """Load the weights.
+
+        Raises:
+            UnsupportedModelError: The config asks for something that this class does not compute.
+            CheckpointError: A tensor is missing, unreadable or of the wrong shape.
+        """
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Columns of the logits; every token id is below it."""
+
+    @property
+    @abstractmethod
+    def max_position(self) -> int:
+        """Tokens in the longest sequence that the positions of this model are made for."""
+
+    @abstractmethod
+    def attention_specs(self, *, block_size: int, kv_dtype: str) -> tuple[AttentionSpec, ...]:
+        """Return each attention layer's spec, in the order in which `forward` numbers them."""
+
+    @abstractmethod
+    def kv_cache_specs(self, *, block_size: int, kv_dtype: str) -> tuple[KVCacheSpec, ...]:
+        """Return what each attention layer keeps, in the same order."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return the last layer's hidden rows, before the logits. [num_tokens, hidden_size]"""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the scores of the next token for the rows that sample. [num_rows, vocab_size]"""

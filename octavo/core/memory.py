@@ -1,0 +1,135 @@
+"""How much memory the KV cache may take on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import psutil
+import torch
+
+from octavo.core.step_plan import RowSampling, StepPlan
+
+
+class AcceleratorMemory(Protocol):
+    """What an accelerator tells about its memory, in bytes."""
+
+    def total(self) -> int:
+        """All memory of the device."""
+
+    def used_by_others(self) -> int:
+        """What is in use outside this process's allocator."""
+
+    def peak_allocated_during(self, work: Callable[[], None]) -> int:
+        """Run `work`; return the most that this process had allocated meanwhile, weights included."""
+
+
+class CudaMemory:
+    """`AcceleratorMemory` of a CUDA device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def used_by_others(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(int(total - free) - torch.cuda.memory_reserved(self._device), 0)
+
+    def peak_allocated_during(self, work: Callable[[], None]) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        peak = int(torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.empty_cache()
+        return peak
+
+
+def accelerator_kv_cache_bytes(
+    memory: AcceleratorMemory, utilization: float, profiling_forward: Callable[[], None]
+) -> int:
+    """Return what is left of `utilization` of the device after the weights and the largest step.
+
+    Args:
+        memory: The device's.
+        utilization: Share of the device to use in all, 0 to 1.
+        profiling_forward: Runs a step as large as any will be.
+    """
+    peak = memory.peak_allocated_during(profiling_forward)
+    return int(memory.total() * utilization) - memory.used_by_others() - peak
+
+
+def cpu_kv_cache_bytes(share: float) -> int:
+    """Return `share` of the memory that is free now, weights being loaded.
+
+    No step is tried out: on a CPU that takes seconds, and the rest of the free memory is there for activations.
+    """
+    return int(cpu_free_bytes() * share)
+
+
+def cpu_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process can still take, heeding a container's limit where there is one."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        # No cgroup v2, or "max": no limit.
+        return free
+    return min(free, max(limit - used, 0))
+
+
+def profiling_plan(num_tokens: int, num_rows: int, block_size: int) -> StepPlan:
+    """Return a plan as large as any step: the whole token budget over as many rows as may run, all sampling.
+
+    Args:
+        num_tokens: The token budget.
+        num_rows: Rows that may run at a time.
+        block_size: Tokens in a block; the plan uses blocks 1 .. num_profiling_blocks.
+    """
+    num_rows = min(num_rows, num_tokens)
+    lengths = np.full(num_rows, num_tokens // num_rows, np.int32)
+    lengths[: num_tokens % num_rows] += 1
+    lengths.sort()
+    blocks_by_row = -(-lengths // block_size)
+    table = np.zeros((num_rows, int(blocks_by_row.max())), np.int32)
+    next_block = 1
+    for row, count in enumerate(blocks_by_row.tolist()):
+        table[row, :count] = range(next_block, next_block + count)
+        next_block += count
+    return StepPlan(
+        request_ids=[f"profile-{row}" for row in range(num_rows)],
+        arrivals=list(range(num_rows)),
+        rows=np.arange(num_rows, dtype=np.int32),
+        num_new_tokens=lengths,
+        first_positions=np.zeros(num_rows, np.int32),
+        token_ids=np.zeros(num_tokens, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+        num_decode_entries=int((lengths == 1).sum()),
+        block_tables=(table,),
+        # Truncated sampling, which needs more memory than the greedy kind.
+        new_rows=[
+            RowSampling(
+                row=row,
+                temperature=1.0,
+                top_p=0.9,
+                top_k=0,
+                min_p=0.0,
+                seed=0,
+                choice=0,
+                num_prompt_tokens=1,
+                min_tokens=0,
+                masked_before_min_tokens=(),
+                num_logprobs=None,
+            )
+            for row in range(num_rows)
+        ],
+    )
+
+
+def num_profiling_blocks(num_tokens: int, num_rows: int, block_size: int) -> int:
+    """Return how many blocks `profiling_plan` uses, the null block included."""
+    return int(profiling_plan(num_tokens, num_rows, block_size).block_tables[0].max()) + 1

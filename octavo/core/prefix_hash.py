@@ -1,0 +1,100 @@
+"""Keys of the prefix cache: each block's key stands for its tokens and everything before them.
+
+    key[i] = digest(encode(key[i - 1], token ids of block i, extra keys of block i)),   key[-1] = root
+
+The encoding is canonical and framed by lengths, so no two different inputs give the same bytes. Extra keys are
+typed by their first item, so a salt never equals an adapter of the same name.
+"""
+
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo.core.interfaces.hash_function import HashFunction
+
+# ("salt", text), ("lora", name, weights epoch), ("mm", content id, offset), ("embeds", digest)
+ExtraKey = tuple[str | int | bytes, ...]
+
+
+def hash_root(hash_function: HashFunction, seed: str | None) -> bytes:
+    """Return the key before the first block.
+
+    Args:
+        hash_function: What makes the keys.
+        seed: The same text gives the same root everywhere, which sharing a cache between processes needs.
+            None makes a random root, so that nobody outside the process can predict a key.
+    """
+    return hash_function.digest(b"octavo prefix root\0" + (os.urandom(32) if seed is None else seed.encode()))
+
+
+def hash_seed_from_environment() -> str | None:
+    """Return PYTHONHASHSEED where it fixes a seed; None where it is unset, empty or "random"."""
+    seed = os.environ.get("PYTHONHASHSEED", "")
+    return None if seed in ("", "random") else seed
+
+
+class PrefixHasher:
+    """Computes the keys of consecutive blocks.
+
+    Args:
+        hash_function: Turns encoded bytes into a key.
+        block_size: Tokens in a block.
+        root: What `hash_root` returned.
+    """
+
+    def __init__(self, hash_function: HashFunction, block_size: int, root: bytes) -> None:
+        self.block_size = block_size
+        self.root = root
+        self._digest = hash_function.digest
+        self._encode = {"framed": _encode_framed, "cbor": _encode_cbor}[hash_function.encoding]
+
+    def extend(self, keys: list[bytes], token_ids: "array[int]", first_block_extra: Sequence[ExtraKey] = ()) -> None:
+        """Append to `keys` those of all full blocks of `token_ids` that it does not have yet.
+
+        Args:
+            keys: Keys of the first blocks, as an earlier call left them.
+            token_ids: The request's tokens, int32.
+            first_block_extra: What else the first block stands for, such as a cache salt. The chain carries it on.
+        """
+        size = self.block_size
+        for block in range(len(keys), len(token_ids) // size):
+            parent = keys[-1] if keys else self.root
+            extra = first_block_extra if block == 0 else ()
+            keys.append(self._digest(self._encode(parent, token_ids[block * size : (block + 1) * size], extra)))
+
+
+def _encode_framed(parent: bytes, token_ids: "array[int]", extra_keys: Sequence[ExtraKey]) -> bytes:
+    if sys.byteorder == "big":
+        token_ids = array(token_ids.typecode, token_ids)
+        token_ids.byteswap()
+    parts = [struct.pack("<III", len(parent), len(token_ids), len(extra_keys)), parent, token_ids.tobytes()]
+    for extra_key in extra_keys:
+        parts.append(struct.pack("<I", len(extra_key)))
+        for item in extra_key:
+            kind, content = _tagged(item)
+            parts.append(struct.pack("<cI", kind, len(content)))
+            parts.append(content)
+    return b"".join(parts)
+
+
+def _tagged(item: str | int | bytes) -> tuple[bytes, bytes]:
+    match item:
+        case str():
+            return b"s", item.encode()
+        case int():
+            return b"i", str(item).encode()
+        case bytes():
+            return b"b", item
+    raise TypeError(f"an extra key holds text, whole numbers or bytes, not {type(item).__name__}")
+
+
+def _encode_cbor(parent: bytes, token_ids: "array[int]", extra_keys: Sequence[ExtraKey]) -> bytes:
+    """[parent, [ids], [[extra key], ...] or null], in RFC 8949's deterministic form."""
+    import cbor2
+
+    extra = [list(extra_key) for extra_key in extra_keys] or None
+    return cbor2.dumps([parent, np.frombuffer(token_ids, np.int32).tolist(), extra], canonical=True)

@@ -1,0 +1,47 @@
+"""The numbers of the running requests, as columns with an entry for each row.
+
+Kept as columns so that a question about all requests ("who is one token behind?") is one array operation.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+
+from octavo.core.request import NO_ROW, Request
+from octavo.core.step_plan import Int32Array
+
+
+class RequestTable:
+    """Hands out rows and keeps each row's numbers.
+
+    Attributes:
+        num_tokens: Tokens known, int32. Mirrors `len(request.token_ids)`. [num_rows]
+        num_computed_tokens: Tokens whose keys and values are stored or planned to be, int32. [num_rows]
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_tokens: Int32Array = np.zeros(num_rows, np.int32)
+        self.num_computed_tokens: Int32Array = np.zeros(num_rows, np.int32)
+        # The lowest free row first, so that the rows in use stay close together.
+        self._free_rows = list(range(num_rows))
+
+    def add(self, request: Request, num_computed_tokens: int) -> None:
+        """Give the request a row."""
+        row = heapq.heappop(self._free_rows)
+        request.row = row
+        self.num_tokens[row] = request.num_tokens
+        self.num_computed_tokens[row] = num_computed_tokens
+
+    def remove(self, request: Request) -> None:
+        """Take the request's row back."""
+        heapq.heappush(self._free_rows, request.row)
+        request.row = NO_ROW
+
+    def num_tokens_behind(self, request: Request) -> int:
+        """Return how many known tokens of the request are neither computed nor planned."""
+        return int(self.num_tokens[request.row] - self.num_computed_tokens[request.row])
+
+    def behind(self, requests: Iterable[Request]) -> list[Request]:
+        """Return those requests that have known tokens which are neither computed nor planned."""
+        return [request for request in requests if self.num_tokens_behind(request) > 0]

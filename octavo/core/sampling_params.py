@@ -1,0 +1,176 @@
+"""How one request samples and when it stops. Checked when made, so that nothing wrong reaches the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import InvalidRequestError
+
+# Limits are by cost: each of these sizes work or memory that one request makes the engine do.
+MAX_N = 64
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+
+# Below this, dividing logits by the temperature overflows float32; the result is the greedy one anyway.
+GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Attributes:
+        n: Choices to generate for the prompt, each with its own noise. 1 to 64.
+        temperature: Divides the logits. 0, and anything below 1e-5, takes the most likely token; among equals the
+            lowest id.
+        top_p: Keep the smallest set of most likely tokens whose probabilities reach this sum. Above 0, up to 1.
+        top_k: Keep this many most likely tokens; 0 or -1 keeps all.
+        min_p: Keep tokens at least this fraction as likely as the likeliest. 0 to 1.
+        seed: Makes a request's tokens repeat, whatever else the engine does. None derives one from the engine's
+            seed and the order of arrival.
+        max_tokens: Tokens to generate at most; None for as many as `max_model_len` leaves room for.
+        min_tokens: Before this many tokens, neither end-of-sequence, nor stop ids, nor stop strings end the request.
+        stop: Strings that end the text, which then does not contain them (see `include_stop_str_in_output`).
+        stop_token_ids: Ids that end the request, besides the model's own end-of-sequence ids.
+        ignore_eos: Go on after the model's end-of-sequence ids. `stop_token_ids` still stop.
+        logprobs: Return the log-probability of each token, and of this many most likely ones. 0 to 20.
+        skip_reading_prefix_cache: Compute the whole prompt, even where cached blocks would do. What is computed is
+            still cached for others.
+        include_stop_str_in_output: Keep the matched stop string at the end of the text.
+        skip_special_tokens: Leave special tokens out of the text.
+        detokenize: Make text. Without it outputs carry token ids only, and stop strings are refused.
+
+    Raises:
+        InvalidRequestError: A value is of the wrong type or out of range; the message names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_reading_prefix_cache: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_real("temperature", self.temperature, low=0.0)
+        _check_real("top_p", self.top_p, above=0.0, high=1.0)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_real("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}; lower one.",
+                parameter="min_tokens",
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in (
+            "ignore_eos",
+            "skip_reading_prefix_cache",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "detokenize",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "True or False")
+        # Tuples, so that a caller's list can change without changing a request that is under way.
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                "stop strings need text, and detokenize is False; use stop_token_ids, or set detokenize=True.",
+                parameter="stop",
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _wrong("stop", f"{len(strings)} strings", f"at most {MAX_STOP_STRINGS} strings")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise _wrong("stop", string, "strings that are not empty")
+        if len(string) > MAX_STOP_STRING_CHARS:
+            raise _wrong("stop", f"a string of {len(string)} characters", f"at most {MAX_STOP_STRING_CHARS} characters")
+        if not string.isascii() and any("\ud800" <= char <= "\udfff" for char in string):
+            raise _wrong("stop", ascii(string), "text without lone surrogates")
+    return strings
+
+
+def _stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
+    ids = _as_tuple("stop_token_ids", token_ids, "a list of token ids")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise _wrong("stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    for token_id in ids:
+        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+    return tuple(int(token_id) for token_id in ids)
+
+
+def _as_tuple(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
+        raise _wrong(name, values, wanted)
+    return tuple(values)
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
+    # bool is an int to Python; n=True is a mistake all the same.
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_int and value >= low and (high is None or value <= high)):
+        limits = f"a whole number from {low}" + (f" to {high}" if high is not None else "")
+        raise _wrong(name, value, limits)
+
+
+def _check_real(
+    name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
+) -> None:
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Positive form: every comparison with NaN is false, so NaN fails here.
+    inside = (
+        is_real
+        and math.isfinite(value)
+        and (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+    )
+    if not inside:
+        limits = [f"from {low:g}" if low is not None else f"above {above:g}"]
+        if high is not None:
+            limits.append(f"up to {high:g}")
+        raise _wrong(name, value, "a finite number " + " ".join(limits))
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    shown = value if isinstance(value, str) and " " in value else repr(value)
+    return InvalidRequestError(f"{name} must be {wanted}, not {shown[:200]}.", parameter=name)

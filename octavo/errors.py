@@ -1,0 +1,101 @@
+"""Every exception that Octavo raises on purpose.
+
+OctavoError
+├── InvalidRequestError (ValueError)     one request is wrong; the engine and its other requests go on
+├── ConfigError (ValueError)             the engine was configured with something that cannot work
+│   └── NotEnoughMemoryError             the KV cache that was asked for does not fit
+├── ModelError                           a model cannot be found, read or served
+│   ├── ModelNotFoundError
+│   ├── CheckpointError                  files are missing, truncated, or of an unreadable kind
+│   └── UnsupportedModelError            the files are fine; nothing here can run this model
+├── PluginError
+│   ├── PluginNotFound              nothing is registered under the name
+│   ├── PluginBroken                it is registered, and importing it failed
+│   ├── PluginContractError              it was imported, and is not what its family asks for
+│   ├── PluginConflict              two packages claim one name
+│   ├── PluginUnsuitable            it works, and cannot serve what it was chosen for
+│   └── NotInstalled                Octavo itself is on the path but not installed
+├── MissingExtraError (ImportError)      an optional dependency is needed; the message names the extra
+└── EngineClosedError (RuntimeError)     the engine was shut down
+
+Each message names the thing, the value and the way out.
+"""
+
+
+class OctavoError(Exception):
+    """Base of every exception that Octavo raises on purpose."""
+
+
+class InvalidRequestError(OctavoError, ValueError):
+    """One request cannot be served as asked. `parameter` names the field at fault."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ConfigError(OctavoError, ValueError):
+    """The configuration asks for something that cannot work."""
+
+
+class NotEnoughMemoryError(ConfigError):
+    """The KV cache does not fit.
+
+    `max_model_len_that_fits` is the longest request, in tokens, that the memory could hold (0 when none).
+    """
+
+    def __init__(self, message: str, *, max_model_len_that_fits: int) -> None:
+        super().__init__(message)
+        self.max_model_len_that_fits = max_model_len_that_fits
+
+
+class ModelError(OctavoError):
+    """A model cannot be found, read or served."""
+
+
+class ModelNotFoundError(ModelError):
+    """Nothing is at the path, and the name is not one that can be fetched."""
+
+
+class CheckpointError(ModelError):
+    """The files of a model are missing, truncated, or of a kind that cannot be read."""
+
+
+class UnsupportedModelError(ModelError):
+    """The files can be read, and no model class here can run what they hold."""
+
+
+class PluginError(OctavoError):
+    """Something is wrong with a plugin or with the choice of one."""
+
+
+class PluginNotFound(PluginError):
+    """No installed package registers the name."""
+
+
+class PluginBroken(PluginError):
+    """The plugin is registered, and importing it raised."""
+
+
+class PluginContractError(PluginError):
+    """The plugin was imported, and does not meet its family's contract."""
+
+
+class PluginConflict(PluginError):
+    """Several packages register the same name."""
+
+
+class PluginUnsuitable(PluginError):
+    """The plugin was chosen by name and cannot serve the model, device or format."""
+
+
+class NotInstalled(PluginError):
+    """Octavo is importable but not installed, so none of its entry points exist."""
+
+
+class MissingExtraError(OctavoError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class EngineClosedError(OctavoError, RuntimeError):
+    """The engine was used after `shutdown`."""

@@ -1,0 +1,18 @@
+"""Full attention: every token is read by all later ones, so every block stays."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SingleTypeKVCacheManager
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Blocks fill from the left, none is dropped, and a prefix hit ends at the first block that is missing."""
+
+    serves: ClassVar[type[KVCacheSpec]] = FullAttentionSpec
+
+    def longest_prefix(self, is_cached: Callable[[int], bool], max_blocks: int, alignment_blocks: int) -> int:
+        num_blocks = 0
+        while num_blocks < max_blocks and is_cached(num_blocks):
+            num_blocks += 1
+        return num_blocks - num_blocks % alignment_blocks

@@ -1,0 +1,1 @@
+"""Native models, one file a family, and the readers of their files."""

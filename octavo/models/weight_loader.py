@@ -1,0 +1,86 @@
+"""Fills a model's tensors from a checkpoint, several at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces.model import Checkpoint
+from octavo.errors import CheckpointError
+
+# Each thread holds one dequantised tensor; past a few, memory and its bandwidth are what is short.
+_MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A checkpoint's tensor, and the rows of a model's tensor that it fills."""
+
+    name: str
+    destination: Tensor
+
+
+class WeightLoader:
+    """Allocates a model's tensors in their final place and fills them with `load`.
+
+    Fused tensors are filled part by part, so beside the model only the tensors in the threads' hands are in memory.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._parts: list[_Part] = []
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor that `load` will fill with the checkpoint's tensor `name`."""
+        return self.stacked({name: shape[0]}, *shape[1:])
+
+    def stacked(self, rows: dict[str, int], *row_shape: int) -> Tensor:
+        """Return a tensor that `load` will fill with several, one below the other.
+
+        Args:
+            rows: How many rows each of the checkpoint's tensors has, in order.
+            row_shape: The shape that they share from dimension 1 on.
+        """
+        result = torch.empty(sum(rows.values()), *row_shape, dtype=self._dtype, device=self._device)
+        for name, destination in zip(rows, torch.split(result, list(rows.values())), strict=True):
+            self._parts.append(_Part(name, destination))
+        return result
+
+    def unclaimed(self, may_ignore: Callable[[str], bool]) -> list[str]:
+        """Return the checkpoint's tensors that nothing asked for and `may_ignore` does not excuse."""
+        claimed = {part.name for part in self._parts}
+        return [name for name in self._checkpoint.tensor_names() if name not in claimed and not may_ignore(name)]
+
+    def load(self) -> None:
+        """Read, convert and copy everything.
+
+        Raises:
+            CheckpointError: A tensor is missing, unreadable, of the wrong shape or not of numbers.
+        """
+        # The large ones first, so that no thread ends on one while the others are idle.
+        parts = sorted(self._parts, key=lambda part: part.destination.numel(), reverse=True)
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        executor = ThreadPoolExecutor(num_threads, thread_name_prefix="load-weights")
+        try:
+            list(executor.map(self._fill, parts))
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+    def _fill(self, part: _Part) -> None:
+        # Inference mode is per thread.
+        with torch.inference_mode():
+            source = self._checkpoint.tensor(part.name)
+            if source.shape != part.destination.shape or not source.is_floating_point():
+                raise CheckpointError(
+                    f"Tensor {part.name!r} is {source.dtype} of shape {list(source.shape)}; the config asks for "
+                    f"floating-point numbers of shape {list(part.destination.shape)}. The weights and the config do "
+                    "not belong together, or the weights are quantised in a way that is not supported."
+                )
+            part.destination.copy_(source)

@@ -1,0 +1,1 @@
+"""How names become classes: families, and the registry that finds what is installed under them."""

@@ -1,0 +1,1 @@
+"""What tests are made of: tiny models, a scripted model, fakes. For our tests and for plugin authors'."""
