@@ -108,6 +108,16 @@ class EngineConfig(_Section):
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
             raise ConfigError(f"The config file {str(path)!r} cannot be read: {cause}.") from cause
 
+    def with_settings(self, **fields: Any) -> EngineConfig:
+        """Return a config with some fields, named as in `from_flat`, changed.
+
+        Raises:
+            ConfigError: As `from_flat`.
+        """
+        given = self.model_dump(exclude_unset=True)
+        flat = {name: value for name, value in given.items() if name not in ("cache", "scheduler")}
+        return self.from_flat(**(flat | given.get("cache", {}) | given.get("scheduler", {}) | fields))
+
     @classmethod
     def _validated(cls, nested: dict[str, Any]) -> EngineConfig:
         try:

@@ -26,9 +26,8 @@ class StopStringMatcher:
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        # One that begins with another can never win.
-        prefixes = {string for string in stop_strings if not _begins_with_any_other(string, stop_strings)}
-        self._searches = [_Search(string) for string in sorted(prefixes)]
+        # Sorted, a string comes before those that begin with it, and so it is the first to claim a start.
+        self._searches = [_Search(string) for string in sorted(set(stop_strings))]
         self._num_chars_seen = 0
         self._held = ""
         self._best: StopMatch | None = None
@@ -127,7 +126,3 @@ def _border_lengths(string: str) -> tuple[int, ...]:
             length += 1
         borders[i] = length
     return tuple(borders)
-
-
-def _begins_with_any_other(string: str, others: Sequence[str]) -> bool:
-    return any(string != other and string.startswith(other) for other in others)

@@ -26,8 +26,13 @@ class LibraryTokenizer(TableTokenizer):
     """A tokenizer of the `tokenizers` library behind the protocol."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__({}, special_token_ids=[tokenizer.token_to_id(SPECIAL)])
         self.library = tokenizer
+        super().__init__({}, special_token_ids=[self.id_of(SPECIAL)])
+
+    def id_of(self, token: str) -> int:
+        token_id = self.library.token_to_id(token)
+        assert token_id is not None
+        return int(token_id)
 
     @property
     def vocab_size(self) -> int:
@@ -114,18 +119,16 @@ def random_ids(rng: random.Random, tokenizer: LibraryTokenizer, max_length: int 
     """Random tokens, mostly single bytes, many of them above 127, and whole characters in single bytes."""
     if tokenizer is BYTE_LEVEL:
         spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        byte_ids = [
-            tokenizer.library.token_to_id(spelled.pre_tokenize_str(chr(byte))[0][0][-1]) for byte in range(128)
-        ] + [
+        byte_ids = [tokenizer.id_of(spelled.pre_tokenize_str(chr(byte))[0][0][-1]) for byte in range(128)] + [
             token_id
             for token, token_id in tokenizer.library.get_vocab().items()
             if len(token) == 1 and tokenizer.decode([token_id]) == REPLACEMENT
         ]
         by_byte = {}
     else:
-        byte_ids = [tokenizer.library.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        byte_ids = [tokenizer.id_of(f"<0x{byte:02X}>") for byte in range(256)]
         by_byte = dict(enumerate(byte_ids))
-    special = tokenizer.library.token_to_id(SPECIAL)
+    special = tokenizer.id_of(SPECIAL)
     ids: list[int] = []
     weights = [rng.random() for _ in range(5)]
     for _ in range(rng.randrange(max_length)):
@@ -225,8 +228,8 @@ def test_white_space_comes_out_as_it_went_in(tokenizer: LibraryTokenizer, text: 
 
 
 def test_a_space_after_a_skipped_special_token_is_not_lost() -> None:
-    token_id = PIECEWISE.library.token_to_id
-    token_ids = [token_id("a"), *[token_id(SPECIAL)] * 50, token_id("▁a")]
+    id_of = PIECEWISE.id_of
+    token_ids = [id_of("a"), *[id_of(SPECIAL)] * 50, id_of("▁a")]
     assert deltas_of(PIECEWISE, one_by_one(token_ids))[-2:] == [" a", ""]
 
 
@@ -291,7 +294,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(token: str | bytes) -> 
 
 
 def test_a_run_of_bad_bytes_without_end_is_let_go_of_by_the_library_tokenizer_too() -> None:
-    byte_ids = [HUGGING_FACE_LLAMA.library.token_to_id(f"<0x{byte:02X}>") for byte in b"\xff" + b"a" * 300]
+    byte_ids = [HUGGING_FACE_LLAMA.id_of(f"<0x{byte:02X}>") for byte in b"\xff" + b"a" * 300]
     deltas = deltas_of(HUGGING_FACE_LLAMA, one_by_one(byte_ids))
     shown = 0
     for count, delta in enumerate(deltas[:-1], start=1):

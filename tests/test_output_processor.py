@@ -389,7 +389,8 @@ def test_nothing_is_left_when_all_requests_have_ended() -> None:
     engine = Engine(token_table("a", "END"), n=2, stop="END")
     processor = engine.processor
     assert processor.has_unfinished
-    assert (processor.live_request_ids, processor.live_core_ids) == ({"r"}, {"r#0", "r#1"})
+    assert processor.live_request_ids == {"r"}
+    assert processor.live_core_ids == {"r#0", "r#1"}
     engine.step([0], "length", core_id="r#0")
     engine.step([1], core_id="r#1")
     assert not processor.has_unfinished

@@ -402,6 +402,30 @@ def test_a_null_entry_is_never_read_even_inside_the_context(sinks: bool) -> None
     assert (blank.attend_without_lse(backend, kv_cache, backend.plan(blank.batch())) == 0).all()
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_sees_nothing_gets_zeros_beside_queries_that_see(sinks: bool) -> None:
+    spec = replace(PLAIN, sinks=sinks)
+    case = make_case(np.random.default_rng(25), spec, [(20, 20)])
+    backend = TorchSDPABackend(spec)
+    kv_cache = case.filled_cache(backend)
+    row = case.rows[0]
+    blank = replace(case, rows=[replace(row, blocks=np.where(np.arange(3) == 0, 0, row.blocks).astype(np.int32))])
+    plan = backend.plan(blank.batch())
+    output, lse = blank.attend(backend, kv_cache, plan)
+    assert (output[:7] == 0).all()
+    assert torch.equal(lse[:7], (torch.full((6,), -torch.inf) if case.sinks is None else case.sinks).expand(7, 6))
+    assert output[7:].isfinite().all()
+    assert (output[7:] != 0).any()
+    torch.testing.assert_close(blank.attend_without_lse(backend, kv_cache, plan), output, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("limit", [{"window": 20}, {"chunk": 20}], ids=str)
+@pytest.mark.parametrize("context_len", [19, 20, 21, 22])
+def test_a_fresh_prompt_about_as_long_as_what_a_query_sees(limit: dict[str, int], context_len: int) -> None:
+    spec = replace(PLAIN, **limit)
+    assert_matches_the_definition(make_case(np.random.default_rng(26), spec, [(context_len, context_len)]))
+
+
 @pytest.mark.parametrize("spec", [PLAIN, MLA, replace(PLAIN, kv_dtype="bfloat16")], ids=["plain", "mla", "converted"])
 def test_write_stores_each_token_in_its_slot_and_touches_nothing_else(spec: AttentionSpec) -> None:
     case = ordinary_rows(16, spec)

@@ -1,0 +1,46 @@
+"""The commands, put together: how they are found, and how their errors are shown."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from octavo import __version__
+from octavo.cli import chat, generate
+from octavo.errors import OctavoError
+
+EXIT_ERROR = 2
+
+app = typer.Typer(
+    name="octavo",
+    help="A paged-KV inference engine for large language models whose parts are plugins.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is chosen and why.")] = False,
+) -> None:
+    if version:
+        print(f"octavo {__version__}")
+        raise typer.Exit
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; return the exit status, or leave as typer does for wrong usage and interrupts."""
+    try:
+        app(args=list(arguments))
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    return 0

@@ -1,0 +1,85 @@
+"""`octavo chat`: talk to a model."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import typer
+
+from octavo.cli.options import with_engine_options
+from octavo.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP
+from octavo.config import EngineConfig
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import InvalidRequestError
+
+
+@with_engine_options
+def chat(
+    *,
+    message: Annotated[str | None, typer.Argument(help="Ask this and exit. Without it, a conversation begins.")] = None,
+    config: EngineConfig,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    stop: Stop = None,
+) -> None:
+    """Talk to the model, one line a turn. /new starts over, /quit and end of file leave."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop
+    )
+    from octavo.llm import LLM
+
+    with LLM(config=config) as llm:
+        conversation = Conversation(llm.stream_chat, params, system)
+        if message is not None:
+            conversation.say(message)
+            return
+        while (line := _read_line()) is not None:
+            if line == "/new":
+                conversation.start_over()
+            elif line:
+                try:
+                    conversation.say(line)
+                except InvalidRequestError as error:
+                    print(f"octavo: {error}", file=sys.stderr)
+
+
+StreamChat = Callable[[list[dict[str, str]], SamplingParams], Iterable[str]]
+
+
+class Conversation:
+    """The messages so far. A turn that fails or is interrupted leaves no trace in them."""
+
+    def __init__(self, stream_chat: StreamChat, params: SamplingParams, system: str | None) -> None:
+        self._stream_chat = stream_chat
+        self._params = params
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._opening)
+
+    def start_over(self) -> None:
+        self.messages = list(self._opening)
+
+    def say(self, text: str) -> None:
+        """Send one message and print the answer as it is made."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        answer = []
+        try:
+            for piece in self._stream_chat(asked, self._params):
+                answer.append(piece)
+                print(piece, end="", flush=True)
+        finally:
+            if answer:
+                print()
+        self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _read_line() -> str | None:
+    """Return what was typed; None to leave."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if line == "/quit" else line

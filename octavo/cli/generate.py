@@ -1,0 +1,53 @@
+"""`octavo generate`: continue a prompt."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from octavo.cli.options import with_engine_options
+from octavo.cli.sampling import IgnoreEos, MaxTokens, MinP, MinTokens, Stop, Temperature, TopK, TopP
+from octavo.config import EngineConfig
+from octavo.core.sampling_params import SamplingParams
+
+
+@with_engine_options
+def generate(
+    *,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    config: EngineConfig,
+    max_tokens: MaxTokens = 128,
+    min_tokens: MinTokens = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON at the end.")] = False,
+) -> None:
+    """Continue PROMPT and print the text as it is made. Without --model the demo model answers."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    # Imported here, after the flags are known to be right.
+    from octavo.llm import LLM
+
+    with LLM(config=config) as llm:
+        if as_json:
+            (output,) = llm.generate(text, params, use_tqdm=False)
+            print(json.dumps(asdict(output), ensure_ascii=False))
+            return
+        for piece in llm.stream(text, params):
+            print(piece, end="", flush=True)
+        print()

@@ -1,0 +1,95 @@
+"""Flags for every field of the config, made from the config itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, field_sections
+from octavo.errors import ConfigError
+
+
+def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command a flag for each config field and `--config`; it gets the result as `config`."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> Any:
+        path = arguments.pop("config_file")
+        given = {name: arguments.pop(name) for name in field_sections()}
+        return command(config=make_config(path, {k: v for k, v in given.items() if v is not None}), **arguments)
+
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
+    wrapped.__signature__ = inspect.Signature([*own, _config_option(), *_field_options()])  # type: ignore[attr-defined]
+    # typer reads annotations from here before it looks at the signature.
+    wrapped.__annotations__ = {p.name: p.annotation for p in wrapped.__signature__.parameters.values()}  # type: ignore[attr-defined]
+    return wrapped
+
+
+def make_config(path: Path | None, given: dict[str, Any]) -> EngineConfig:
+    """Return the file's config, or the defaults, with the given flags on top."""
+    flags = {name: _parse(name, value) for name, value in given.items()}
+    if path is None:
+        return EngineConfig.from_flat(**flags)
+    return EngineConfig.from_toml(path).with_settings(**flags)
+
+
+def _config_option() -> inspect.Parameter:
+    option = typer.Option("--config", help="A TOML file with settings; flags go before it.", rich_help_panel="Engine")
+    return _parameter("config_file", Annotated[Path | None, option])
+
+
+def _field_options() -> list[inspect.Parameter]:
+    parameters = []
+    for name, section in field_sections().items():
+        field = _field(name, section)
+        default = "none" if field.get_default(call_default_factory=True) is None else None
+        shown = default or str(field.get_default(call_default_factory=True))
+        flag = "--" + name.replace("_", "-")
+        option = typer.Option(
+            f"{flag}/--no-{flag[2:]}" if field.annotation is bool else flag,
+            help=f"{' '.join((field.description or '').split())} [default: {shown}]",
+            show_default=False,
+            rich_help_panel=section.capitalize() if section else "Engine",
+        )
+        parameters.append(_parameter(name, Annotated[_flag_type(field.annotation) | None, option]))
+    return parameters
+
+
+def _field(name: str, section: str | None) -> FieldInfo:
+    home = {"cache": CacheConfig, "scheduler": SchedulerConfig, None: EngineConfig}[section]
+    return home.model_fields[name]
+
+
+def _flag_type(annotation: Any) -> Any:
+    """Return what the command line parses a field as; the config checks it again."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return members[0] if len(members) == 1 and members[0] in (int, float, str) else str
+    return annotation if annotation in (int, float, bool, str) else str
+
+
+def _parse(name: str, value: Any) -> Any:
+    annotation = _field(name, field_sections()[name]).annotation
+    if isinstance(value, str) and get_origin(annotation) is dict:
+        pairs = [pair.partition("=") for pair in value.split(",")]
+        if not all(key and equals and chosen for key, equals, chosen in pairs):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {value!r}; it must be pairs such as full_attention=my_manager, with commas.")
+        return {key.strip(): chosen.strip() for key, _, chosen in pairs}
+    takes_number_or_word = any(get_origin(member) is Literal for member in get_args(annotation)) and int in get_args(
+        annotation
+    )
+    if isinstance(value, str) and takes_number_or_word and value.lstrip("-").isdigit():
+        return int(value)
+    return value
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
