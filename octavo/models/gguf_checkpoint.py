@@ -139,19 +139,19 @@ class GGUFCheckpoint:
 
     def _check_architecture(self) -> str:
         architecture = self._file.metadata.get("general.architecture")
-        if architecture not in SUPPORTED_ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{self.path} holds a model of the architecture {architecture!r}. GGUF files of these architectures "
                 f"can be run: {', '.join(SUPPORTED_ARCHITECTURES)}. Others may run from a folder with config.json and "
                 ".safetensors files."
             )
         num_parts = self._file.metadata.get("split.count", 1)
-        if num_parts not in (0, 1):
+        if not isinstance(num_parts, int) or num_parts > 1:
             raise CheckpointError(
                 f"{self.path} is one of {num_parts} parts of a split model. Merge them first, with "
                 "`llama-gguf-split --merge FIRST_PART OUTPUT`."
             )
-        return str(architecture)
+        return architecture
 
     def _map_tensor_names(self) -> dict[str, str]:
         """Return each tensor's Hugging Face name and the name in the file."""
@@ -262,7 +262,8 @@ class _ArchitectureKeys:
 
     def refuse_unknown(self) -> None:
         for key, value in self._values.items():
-            neutral = key in _NEUTRAL_VALUES and value == _NEUTRAL_VALUES[key]
+            is_number = isinstance(value, (bool, int, float))
+            neutral = is_number and key in _NEUTRAL_VALUES and value == _NEUTRAL_VALUES[key]
             if not (neutral or key in _CONFIG_KEYS or key in _SILENT_KEYS):
                 raise UnsupportedModelError(
                     f"{self._path} sets {self._architecture}.{key} to {value!r}, which would change what the model "

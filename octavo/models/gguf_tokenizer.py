@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -123,7 +124,7 @@ class _TokenizerReader:
     @property
     def pre_tokenizer(self) -> _PreTokenizer:
         name = self._metadata.get("tokenizer.ggml.pre", "default")
-        if name not in PRE_TOKENIZERS:
+        if not isinstance(name, str) or name not in PRE_TOKENIZERS:
             raise CheckpointError(
                 f"{self.path} names the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known. Known: "
                 f"{', '.join(PRE_TOKENIZERS)}. The model may run from a folder with tokenizer.json."
@@ -141,15 +142,16 @@ class _TokenizerReader:
         return value
 
     def numbers(self, name: str, count: int) -> list[float]:
-        value = self._metadata.get(f"tokenizer.ggml.{name}", ())
-        if len(value) != count:
-            raise CheckpointError(
-                f"{self.path} gives {len(value)} numbers as tokenizer.ggml.{name} for a vocabulary of {count} tokens."
-            )
+        value = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(value, np.ndarray) or len(value) != count:
+            raise CheckpointError(f"{self.path} has to give {count} numbers as tokenizer.ggml.{name}, one a token.")
         return list(value.tolist())
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self._metadata.get(f"tokenizer.ggml.{name}", default))
+        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path} gives {value!r} as tokenizer.ggml.{name}; it has to be true or false.")
+        return value
 
     def added_tokens(self, token_type: int) -> list[tokenizers.AddedToken]:
         """Return the tokens of a type, to be matched whole in the text. User-defined ones are no special tokens."""
@@ -207,7 +209,7 @@ def _sentencepiece_backend(reader: _TokenizerReader) -> tokenizers.Tokenizer:
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=merges,
-            unk_token=reader.special_tokens().get("unk_token", tokens[0]),
+            unk_token=reader.special_tokens().get("unk_token"),
             fuse_unk=True,
             byte_fallback=True,
         )

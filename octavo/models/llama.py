@@ -16,10 +16,10 @@ from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model
 from octavo.errors import UnsupportedModelError
 from octavo.models.llama_config import ACTIVATIONS, LlamaConfig, read_config
-from octavo.models.rope import apply_rope, rope_table
+from octavo.models.rope import Rope, apply_rope
 from octavo.models.weight_loader import WeightLoader
 
-# Tables that old checkpoints carry along; `rope_table` computes them.
+# Tables that old checkpoints carry along; `Rope` computes what they hold.
 _COMPUTED_ANYWAY = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
@@ -78,7 +78,7 @@ class LlamaModel(Model):
         self._output_embedding = output_embedding
         self._dtype = embedding.dtype
         self._device = str(embedding.device)
-        self._rope_table = rope_table(config.rope, dtype=self._dtype, device=self._device)
+        self._rope = Rope.from_spec(config.rope, device=self._device)
         function, arguments = ACTIVATIONS[config.activation]
         self._activation: Callable[[Tensor], Tensor] = partial(getattr(F, function), **arguments)
 
@@ -135,7 +135,7 @@ class LlamaModel(Model):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)
-        cos, signed_sin = self._rope_table[batch.positions].unsqueeze(1).chunk(2, dim=-1)
+        cos, signed_sin = self._rope.rotations(batch.positions, self._dtype)
         for index, layer in enumerate(self._layers):
             hidden += self._attend(batch, index, layer, self._norm(hidden, layer.attention_norm), cos, signed_sin)
             hidden += self._mlp(layer, self._norm(hidden, layer.mlp_norm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -172,7 +171,7 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
     if stated is not None:
         # Only Qwen lets a config choose layer by layer; elsewhere the list may only repeat what holds anyway.
         free_to_choose = window is not None and model_type in ("qwen2", "qwen3")
-        known = isinstance(stated, list) and set(stated) <= {"full_attention", "sliding_attention"}
+        known = isinstance(stated, list) and all(kind in ("full_attention", "sliding_attention") for kind in stated)
         if not known or len(stated) != num_layers or (stated != kinds and not free_to_choose):
             raise UnsupportedModelError(
                 f"The config's layer_types are {_shortened(stated)}; a {model_type} of {num_layers} layers with "
@@ -202,16 +201,16 @@ def _window(config: Mapping[str, Any], model_type: str) -> int | None:
 
 def _activation(config: Mapping[str, Any]) -> str:
     name = config.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"The config asks for the activation {name!r} (hidden_act). Known: {', '.join(ACTIVATIONS)}."
         )
-    return str(name)
+    return name
 
 
 def _epsilon(config: Mapping[str, Any]) -> float:
     value = config.get("rms_norm_eps", 1e-6)
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+    if type(value) not in (int, float) or not 0 <= value < 1e30:
         raise CheckpointError(
             f"The config gives {value!r} as rms_norm_eps; it has to be a number that is not negative."
         )

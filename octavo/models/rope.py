@@ -50,7 +50,7 @@ class RopeSpec:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.parameters.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
             raise CheckpointError(
                 f"The config gives {value!r} as {key} of the rope type {self.rope_type!r}; it has to be a number."
             )
@@ -90,7 +90,7 @@ def read_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddin
             f"The config gives rope parameters to each kind of layer ({', '.join(map(str, stated))}); only models with "
             "one set for all layers can be run."
         )
-    if rope_type not in ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(
             f"The config asks for the rope type {rope_type!r}. Known types: {', '.join(ROPE_TYPES)}."
         )
@@ -108,16 +108,32 @@ def read_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddin
     return spec
 
 
-def rope_table(spec: RopeSpec, *, dtype: torch.dtype, device: str) -> Tensor:
-    """Return the cosines and signed sines of every position, computed in float32. [max_position, 2 * head_dim]
+@dataclass(frozen=True)
+class Rope:
+    """Turns positions into rotations.
 
-    A row is (cos, cos, -sin, sin), half a head each: what `apply_rope` multiplies with.
+    Attributes:
+        frequencies: Radians a position, float32. [head_dim / 2]
+        factor: On all cosines and sines.
     """
-    frequencies, factor = ROPE_TYPES[spec.rope_type](spec)
-    positions = torch.arange(spec.max_position, dtype=torch.float32)
-    angles = positions[:, None] * frequencies
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.cat((cos, cos, -sin, sin), dim=-1).to(dtype=dtype, device=device)
+
+    frequencies: Tensor
+    factor: float
+
+    @classmethod
+    def from_spec(cls, spec: RopeSpec, *, device: str) -> Rope:
+        frequencies, factor = ROPE_TYPES[spec.rope_type](spec)
+        return cls(frequencies.to(device), factor)
+
+    def rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return what `apply_rope` multiplies with, computed in float32. Two of [num_tokens, 1, head_dim]
+
+        Computed once a step for all layers, which costs some microseconds; a table of all positions would cost memory
+        for the longest context that a config names, up to gigabytes, and be no faster.
+        """
+        angles = positions[:, None, None].float() * self.frequencies
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def apply_rope(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -125,8 +141,7 @@ def apply_rope(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
     Args:
         heads: [num_tokens, num_heads, head_dim]
-        cos: The left half of the tokens' rows of the table. [num_tokens, 1, head_dim]
-        signed_sin: The right half. [num_tokens, 1, head_dim]
+        cos: And `signed_sin`: from `Rope.rotations`. [num_tokens, 1, head_dim]
 
     Returns:
         A new tensor. [num_tokens, num_heads, head_dim]
@@ -145,7 +160,7 @@ def _linear_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
 
 
 def _dynamic_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    # Up to max_position_embeddings, where the table ends, this scheme changes nothing.
+    # Up to max_position_embeddings, where serving ends, this scheme changes nothing.
     spec.number("factor")
     return _default_frequencies(spec)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces.model import Checkpoint
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, NotEnoughMemoryError
 
 # Each thread holds one dequantised tensor; past a few, memory and its bandwidth are what is short.
 _MAX_THREADS = 8
@@ -36,19 +36,27 @@ class WeightLoader:
         self._dtype = dtype
         self._device = device
         self._parts: list[_Part] = []
+        self._known_names = frozenset(checkpoint.tensor_names())
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor that `load` will fill with the checkpoint's tensor `name`."""
         return self.stacked({name: shape[0]}, *shape[1:])
 
     def stacked(self, rows: dict[str, int], *row_shape: int) -> Tensor:
-        """Return a tensor that `load` will fill with several, one below the other.
+        """Return a tensor that `load` will fill with several of the checkpoint's, one below the other.
 
         Args:
             rows: How many rows each of the checkpoint's tensors has, in order.
             row_shape: The shape that they share from dimension 1 on.
+
+        Raises:
+            CheckpointError: The checkpoint lacks one of them.
+            NotEnoughMemoryError: The device has no room for them.
         """
-        result = torch.empty(sum(rows.values()), *row_shape, dtype=self._dtype, device=self._device)
+        for name in rows:
+            if name not in self._known_names:
+                self._checkpoint.tensor(name)  # raises, before the work of reading the others
+        result = self._allocate((sum(rows.values()), *row_shape), next(iter(rows)))
         for name, destination in zip(rows, torch.split(result, list(rows.values())), strict=True):
             self._parts.append(_Part(name, destination))
         return result
@@ -56,7 +64,7 @@ class WeightLoader:
     def unclaimed(self, may_ignore: Callable[[str], bool]) -> list[str]:
         """Return the checkpoint's tensors that nothing asked for and `may_ignore` does not excuse."""
         claimed = {part.name for part in self._parts}
-        return [name for name in self._checkpoint.tensor_names() if name not in claimed and not may_ignore(name)]
+        return [name for name in self._checkpoint.tensor_names() if not (name in claimed or may_ignore(name))]
 
     def load(self) -> None:
         """Read, convert and copy everything.
@@ -72,6 +80,17 @@ class WeightLoader:
             list(executor.map(self._fill, parts))
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+    def _allocate(self, shape: tuple[int, ...], name: str) -> Tensor:
+        try:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        # As torch reports memory that there is not, and sizes that no memory has.
+        except (RuntimeError, TypeError, MemoryError) as error:
+            raise NotEnoughMemoryError(
+                f"There is no room on {self._device} for {name!r}, of shape {list(shape)} in {self._dtype}. Choose a "
+                "smaller dtype or model, or another device.",
+                max_model_len_that_fits=0,
+            ) from error
 
     def _fill(self, part: _Part) -> None:
         # Inference mode is per thread.

@@ -52,9 +52,8 @@ class GGUFBuilder:
 
     def write(self, path: Path) -> Path:
         writer = gguf.GGUFWriter(path, self.architecture)
-        for key, value in {f"{self.architecture}.{k}": v for k, v in self.metadata.items()}.items() | (
-            self.general.items()
-        ):
+        metadata = {f"{self.architecture}.{key}": value for key, value in self.metadata.items()} | self.general
+        for key, value in metadata.items():
             _add(writer, key, value)
         for name, (values, type_name) in self.tensors.items():
             kind = gguf.GGMLQuantizationType[type_name]

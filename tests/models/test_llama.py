@@ -52,18 +52,20 @@ def llama_checkpoint(tiny_folders: dict[str, Path]) -> Checkpoint:
 
 
 def test_the_demo_model_computes_what_transformers_computes(demo_checkpoint: Checkpoint) -> None:
-    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    path = demo_checkpoint.path  # type: ignore[attr-defined]
-    config = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+    # `AutoModelForCausalLM.from_pretrained(gguf_file=...)` would do the same, and asks for accelerate.
+    config = LlamaConfig(**demo_checkpoint.config)
     with torch.device("meta"):
-        reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    missing = reference.load_state_dict(weights, strict=False).missing_keys
-    assert missing == ["lm_head.weight"]
-    reference.tie_weights()
+        reference = LlamaForCausalLM(config)
+    read = load_gguf_checkpoint(str(demo_checkpoint.path), return_tensors=True, model_to_load=reference)  # type: ignore[attr-defined]
+    differing = {key for key, value in read["config"].items() if demo_checkpoint.config.get(key, value) != value}
+    assert not differing
+    weights = read["tensors"] | {"lm_head.weight": read["tensors"]["model.embed_tokens.weight"]}
+    reference.load_state_dict(weights, assign=True)
+    reference.model.rotary_emb = LlamaRotaryEmbedding(config)
     token_ids = demo_checkpoint.tokenizer().encode("The octopus has eight arms, and an octavo has eight leaves.")
     with torch.inference_mode():
         expected = reference.eval()(torch.tensor([token_ids])).logits[0]
@@ -254,13 +256,13 @@ def test_a_tensor_of_whole_numbers_is_refused(llama_checkpoint: Checkpoint) -> N
 
 
 def test_a_missing_tensor_is_named(llama_checkpoint: Checkpoint) -> None:
-    with pytest.raises(CheckpointError, match="has no tensor 'model.layers.2.self_attn.q_proj.weight'"):
+    with pytest.raises(CheckpointError, match=r"has no tensor 'model\.layers\.2\.self_attn\.q_proj\.weight'"):
         load(ChangedCheckpoint(llama_checkpoint, {"num_hidden_layers": 3}))
 
 
 def test_weights_without_a_place_are_refused(llama_checkpoint: Checkpoint) -> None:
     extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
-    with pytest.raises(UnsupportedModelError, match="holds 1 tensors that.*'model.layers.0.self_attn.q_norm.weight'"):
+    with pytest.raises(UnsupportedModelError, match=r"holds 1 tensors that.*layers\.0\.self_attn\.q_norm"):
         load(ChangedCheckpoint(llama_checkpoint, tensors=extra))
 
 
@@ -275,7 +277,7 @@ def test_code_in_a_models_folder_is_not_run(tiny_folders: dict[str, Path], tmp_p
     shutil.copytree(tiny_folders["llama"], folder)
     witness = tmp_path / "witness"
     (folder / "modeling_evil.py").write_text(f"open({str(witness)!r}, 'w').close()\nclass Evil: pass\n")
-    auto_map = {name: "modeling_evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    auto_map = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_evil.Evil")
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": auto_map}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(

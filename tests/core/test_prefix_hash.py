@@ -1,0 +1,126 @@
+"""Keys of the prefix cache: what they depend on, and what they do not."""
+
+import os
+import subprocess
+import sys
+from array import array
+
+import pytest
+
+from octavo.core.prefix_hash import PrefixHasher, hash_root, hash_seed_from_environment
+from octavo.hash_functions import Blake2b, Sha256, Sha256Cbor, Xxh3, Xxh3Cbor
+
+ALL = [Sha256, Blake2b, Sha256Cbor, Xxh3, Xxh3Cbor]
+
+
+def keys_of(token_ids, *, function=Sha256, block_size=2, root=b"r" * 32, extra=()):
+    keys: list[bytes] = []
+    PrefixHasher(function(), block_size, root).extend(keys, array("i", token_ids), extra)
+    return keys
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_only_full_blocks_have_a_key_and_digests_have_sixteen_bytes_or_more(function):
+    keys = keys_of([1, 2, 3, 4, 5], function=function)
+    assert len(keys) == 2
+    assert len({len(key) for key in keys}) == 1
+    assert len(keys[0]) >= 16
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_a_key_stands_for_its_block_and_everything_before_it(function):
+    first = keys_of([1, 2, 3, 4], function=function)
+    assert keys_of([1, 2, 3, 5], function=function)[0] == first[0]
+    assert keys_of([1, 2, 3, 5], function=function)[1] != first[1]
+    # The second block is equal, the first one is not.
+    assert not set(keys_of([9, 2, 3, 4], function=function)) & set(first)
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_ids_cannot_run_into_each_other(function):
+    assert keys_of([1, 23], function=function) != keys_of([12, 3], function=function)
+    assert keys_of([0, 0], function=function) != keys_of([0, 256], function=function)
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_extra_keys_of_two_kinds_with_the_same_text_do_not_collide(function):
+    plain = keys_of([1, 2], function=function)
+    salted = keys_of([1, 2], function=function, extra=(("salt", "x"),))
+    adapter = keys_of([1, 2], function=function, extra=(("lora", "x", 0),))
+    other_epoch = keys_of([1, 2], function=function, extra=(("lora", "x", 1),))
+    digest = keys_of([1, 2], function=function, extra=(("embeds", b"x"),))
+    as_text = keys_of([1, 2], function=function, extra=(("embeds", "x"),))
+    two = keys_of([1, 2], function=function, extra=(("salt",), ("x",)))
+    assert len({keys[0] for keys in (plain, salted, adapter, other_epoch, digest, as_text, two)}) == 7
+
+
+def test_an_extra_key_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="not float"):
+        keys_of([1, 2], extra=(("salt", 1.5),))
+
+
+def test_a_salt_in_the_first_block_separates_all_later_ones():
+    assert not set(keys_of([1, 2, 3, 4], extra=(("salt", "a"),))) & set(keys_of([1, 2, 3, 4]))
+
+
+def test_extending_goes_on_where_it_stopped():
+    hasher = PrefixHasher(Sha256(), 2, b"root")
+    keys: list[bytes] = []
+    hasher.extend(keys, array("i", [1, 2, 3]))
+    assert len(keys) == 1
+    hasher.extend(keys, array("i", [1, 2, 3, 4, 5, 6]))
+    whole: list[bytes] = []
+    hasher.extend(whole, array("i", [1, 2, 3, 4, 5, 6]))
+    assert keys == whole
+
+
+def test_the_framed_encoding_is_fixed_so_that_keys_outlive_releases():
+    assert keys_of([1, 2], root=b"root")[0].hex() == (
+        __import__("hashlib")
+        .sha256(bytes.fromhex("04000000" "02000000" "00000000") + b"root" + bytes.fromhex("0100000002000000"))
+        .hexdigest()
+    )
+
+
+def test_the_cbor_encoding_is_the_deterministic_array_of_parent_ids_and_extra_keys():
+    # 83 array(3); 44 bytes(4) "root"; 82 array(2) 01 18 18; f6 null
+    expected = Sha256().digest(b"\x83\x44root\x82\x01\x18\x18\xf6")
+    assert keys_of([1, 24], function=Sha256Cbor, root=b"root") == [expected]
+
+
+def test_roots_are_random_unless_a_seed_fixes_them():
+    function = Sha256()
+    assert hash_root(function, None) != hash_root(function, None)
+    assert hash_root(function, "7") == hash_root(function, "7")
+    assert hash_root(function, "7") != hash_root(function, "8")
+    # The documented value, which other programs can reproduce.
+    assert hash_root(function, "7") == function.digest(b"octavo prefix root\0" + b"7")
+
+
+@pytest.mark.parametrize(("value", "seed"), [("", None), ("random", None), ("0", "0"), ("42", "42")])
+def test_pythonhashseed_fixes_the_root_where_it_fixes_a_seed(monkeypatch, value, seed):
+    monkeypatch.setenv("PYTHONHASHSEED", value)
+    assert hash_seed_from_environment() == seed
+
+
+def test_two_processes_with_different_hash_seeds_agree_on_keys():
+    program = (
+        "from array import array\n"
+        "from octavo.core.prefix_hash import PrefixHasher, hash_root\n"
+        "from octavo.hash_functions import Sha256\n"
+        "keys = []\n"
+        "PrefixHasher(Sha256(), 2, hash_root(Sha256(), 'shared')).extend("
+        "keys, array('i', range(6)), (('salt', 'a'), ('lora', 'n', 1)))\n"
+        "print(b''.join(keys).hex())\n"
+    )
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(answers) == 1
