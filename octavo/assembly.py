@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.core.block_pool import BlockPool
@@ -85,11 +85,11 @@ def build_engine(config: EngineConfig) -> Assembly:
     model: Model = model_class.from_checkpoint(checkpoint, dtype=dtype, device=device)
 
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    formats = {"block_size": config.cache.block_size, "kv_dtype": kv_dtype}
-    attention_specs = [replace(spec, dtype=dtype, device=device) for spec in model.attention_specs(**formats)]
+    block_size = config.cache.block_size
+    attention_specs = model.attention_specs(block_size=block_size, kv_dtype=kv_dtype)
     backend_name, backends = _backends(registry, config.attention_backend, attention_specs)
 
-    groups = make_groups(model.kv_cache_specs(**formats))
+    groups = make_groups(model.kv_cache_specs(block_size=block_size, kv_dtype=kv_dtype))
     manager_classes = tuple(_manager_class(registry, config.cache.kv_managers, group.spec) for group in groups)
     cost = RequestCost(groups, manager_classes, config.scheduler.max_num_batched_tokens)
     kv_cache_config = KVCacheConfig(_num_blocks(config, model, backends, cost, device), groups)
@@ -166,18 +166,14 @@ def _model_class(registry: Registry, model_impl: str, checkpoint: Checkpoint) ->
     return model_class
 
 
-def _backends(
-    registry: Registry, name: str, specs: Sequence[AttentionSpec]
-) -> tuple[str, list[AttentionBackend]]:
+def _backends(registry: Registry, name: str, specs: Sequence[AttentionSpec]) -> tuple[str, list[AttentionBackend]]:
     """Choose the backend for all layers; make one object for each distinct spec."""
     chosen, backend_class = _backend_class(registry, name, specs)
     by_spec = {spec: backend_class(spec) for spec in dict.fromkeys(specs)}
     return chosen, [by_spec[spec] for spec in specs]
 
 
-def _backend_class(
-    registry: Registry, name: str, specs: Sequence[AttentionSpec]
-) -> tuple[str, type[AttentionBackend]]:
+def _backend_class(registry: Registry, name: str, specs: Sequence[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
     against: dict[str, list[str]] = {}
     for candidate in AUTO_BACKENDS if name == "auto" else (name,):
         backend_class: type[AttentionBackend] = registry.load(ATTENTION_BACKENDS, candidate)
@@ -188,9 +184,7 @@ def _backend_class(
     raise PluginUnsuitable(f"No attention backend can serve this model here. {reasons}")
 
 
-def _manager_class(
-    registry: Registry, choices: dict[str, str], spec: KVCacheSpec
-) -> type[SingleTypeKVCacheManager]:
+def _manager_class(registry: Registry, choices: dict[str, str], spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:
     name = choices.get(spec.kind, spec.kind)
     manager_class: type[SingleTypeKVCacheManager] = registry.load(KV_MANAGERS, name)
     if not isinstance(spec, manager_class.serves):

@@ -16,21 +16,23 @@ from octavo.errors import ConfigError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class CacheConfig(_Section):
     """The KV cache."""
 
-    block_size: int = Field(16, ge=1, le=1024)
+    block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a block."""
-    num_kv_blocks: int | None = Field(None, ge=2)
+    num_kv_blocks: int | None = Field(default=None, ge=2)
     """Blocks in the pool, the null block counted in. None sizes the pool from memory."""
-    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Bytes for the KV cache. None takes a share of the memory that the device has."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory to use in all: weights, activations, and the KV cache with what is left."""
-    cpu_memory_share: float = Field(0.25, gt=0, le=1)
+    cpu_memory_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the free memory that the KV cache takes on a CPU. Pages that are never used cost nothing."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Element type of stored keys and values; "auto" is the model's."""
@@ -39,7 +41,8 @@ class CacheConfig(_Section):
     hash_function: str = "sha256"
     """Name of the hash function that makes the prefix cache's keys."""
     hash_seed: str | None = None
-    """Makes the keys the same in every process. None takes PYTHONHASHSEED where that fixes a seed, else a random one."""
+    """Makes the keys the same in every process. None takes PYTHONHASHSEED where that fixes a seed, else a
+    random one."""
     kv_managers: dict[str, str] = Field(default_factory=dict)
     """KV-cache managers by the kind of spec they serve, where the default one is not wanted."""
 
@@ -47,9 +50,9 @@ class CacheConfig(_Section):
 class SchedulerConfig(_Section):
     """Which requests run, and how much a step computes."""
 
-    max_num_seqs: int = Field(64, ge=1, le=65536)
+    max_num_seqs: int = Field(default=64, ge=1, le=65536)
     """Requests that run at a time."""
-    max_num_batched_tokens: int = Field(2048, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens that a step computes at most."""
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps. Without it a prompt runs whole in one step or waits."""
@@ -69,15 +72,15 @@ class EngineConfig(_Section):
     max_model_len: int | Literal["auto"] = "auto"
     """Tokens in the longest request, prompt and output together. "auto" is as long as the model's positions and the
     KV cache allow."""
-    seed: int = Field(0, ge=0, le=2**63 - 1)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """What the seeds of requests that have none are derived from."""
     attention_backend: str = "auto"
     """Name of the attention backend; "auto" chooses among Octavo's own."""
     model_impl: str = "auto"
     """Name of the model class; "auto" goes by the checkpoint's `model_type`."""
-    cache: CacheConfig = Field(default_factory=CacheConfig)
+    cache: CacheConfig = CacheConfig()
     """The KV cache."""
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    scheduler: SchedulerConfig = SchedulerConfig()
     """Which requests run, and how much a step computes."""
 
     @classmethod
@@ -104,7 +107,7 @@ class EngineConfig(_Section):
             ConfigError: The file cannot be read, or holds something else than settings.
         """
         try:
-            return cls._validated(tomllib.loads(Path(path).read_text()))
+            return cls._validated(tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
             raise ConfigError(f"The config file {str(path)!r} cannot be read: {cause}.") from cause
 
@@ -140,8 +143,19 @@ def field_sections() -> dict[str, str | None]:
 def _sentence(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal", "int", "constrained")))
     if error["type"] == "extra_forbidden":
-        return f"There is no setting called {name!r}.{_suggest(name.rpartition('.')[2], list(field_sections()))}"
+        return _unknown(name)
     return f"{name} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
+
+
+def _unknown(name: str) -> str:
+    """Say that a file has a setting, or a section, that does not exist or stands in the wrong place."""
+    sections = field_sections()
+    plain = name.rpartition(".")[2]
+    if plain in sections:
+        place = f"in the section [{sections[plain]}]" if sections[plain] else "at the top, before any section"
+        return f"There is no setting called {name!r}. {plain!r} stands {place}."
+    names = [*sections, *dict.fromkeys(section for section in sections.values() if section)]
+    return f"There is no setting called {name!r}.{_suggest(plain, names)}"
 
 
 def _suggest(name: str, known: list[str]) -> str:

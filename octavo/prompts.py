@@ -55,7 +55,9 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence):
-        raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.200}.", parameter="prompt")
+        raise InvalidRequestError(
+            f"prompts must be a prompt or a list of them, not {prompts!r:.200}.", parameter="prompt"
+        )
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]
     return list(prompts)

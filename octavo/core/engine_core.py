@@ -184,15 +184,16 @@ class EngineCore:
             raise InvalidRequestError("The prompt is empty; it needs at least one token.", parameter="prompt")
         if len(prompt_token_ids) >= self.max_model_len:
             raise InvalidRequestError(
-                f"The prompt has {len(prompt_token_ids)} tokens, and max_model_len={self.max_model_len} leaves room for "
-                f"prompts of at most {self.max_model_len - 1} and one new token. Shorten it, or raise max_model_len.",
+                f"The prompt has {len(prompt_token_ids)} tokens, and max_model_len={self.max_model_len} leaves room "
+                f"for prompts of at most {self.max_model_len - 1} and one new token. Shorten it, or raise "
+                "max_model_len.",
                 parameter="prompt",
             )
         for position, token_id in enumerate(prompt_token_ids):
             if not _is_id(token_id, self.vocab_size):
                 raise InvalidRequestError(
-                    f"Token id {token_id!r} at position {position} of the prompt is not in the vocabulary; ids are whole "
-                    f"numbers from 0 to {self.vocab_size - 1}.",
+                    f"Token id {token_id!r} at position {position} of the prompt is not in the vocabulary; ids are "
+                    f"whole numbers from 0 to {self.vocab_size - 1}.",
                     parameter="prompt_token_ids",
                 )
 

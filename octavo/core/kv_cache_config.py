@@ -119,19 +119,21 @@ def num_blocks_from_memory(available_bytes: int, cost: RequestCost, max_model_le
     Raises:
         NotEnoughMemoryError: It does not. The message has the bytes needed, the bytes there, and what would fit.
     """
+    # More may be in use than was to be used; nothing is there then.
+    available_bytes = max(available_bytes, 0)
     block_bytes = bytes_per_block(cost.groups)
     num_blocks = num_blocks_in(available_bytes, cost.groups)
     # One block is the null block, which holds nothing.
     if cost.num_blocks(max_model_len) <= num_blocks - 1:
         return num_blocks
+    needed = cost.num_bytes(max_model_len) + block_bytes
     fits = cost.longest_request(num_blocks - 1, max_model_len)
-    way_out = f"Set max_model_len={fits} or " if fits else "Lower block_size, or "
+    way_out = f"Set max_model_len={fits} or max_model_len='auto'" if fits else "Lower block_size"
     raise NotEnoughMemoryError(
-        f"One request of max_model_len={max_model_len} tokens needs {cost.num_bytes(max_model_len) + block_bytes} bytes "
-        f"of KV cache ({format_bytes(cost.num_bytes(max_model_len) + block_bytes)}, one spare block of {block_bytes} "
-        f"bytes included), and {max(available_bytes, 0)} bytes ({format_bytes(available_bytes)}) are there, which hold "
-        f"requests of up to {fits} tokens. {way_out}max_model_len='auto', raise kv_cache_memory_bytes or "
-        "gpu_memory_utilization, or free memory.",
+        f"One request of max_model_len={max_model_len} tokens needs {needed} bytes of KV cache "
+        f"({format_bytes(needed)}, one spare block of {block_bytes} bytes included), and {available_bytes} "
+        f"bytes ({format_bytes(available_bytes)}) are there, which hold requests of up to {fits} tokens. "
+        f"{way_out}, raise kv_cache_memory_bytes, gpu_memory_utilization or cpu_memory_share, or free memory.",
         max_model_len_that_fits=fits,
     )
 

@@ -75,11 +75,20 @@ def cpu_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     free = int(psutil.virtual_memory().available)
     try:
         limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
+        used = int((cgroup / "memory.current").read_text()) - _unused_page_cache(cgroup)
     except (OSError, ValueError):
         # No cgroup v2, or "max": no limit.
         return free
     return min(free, max(limit - used, 0))
+
+
+def _unused_page_cache(cgroup: Path) -> int:
+    """Return the bytes of files that a container has read and could drop: weights, most of them, once loaded."""
+    for line in (cgroup / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            return int(value)
+    return 0
 
 
 def profiling_plan(num_tokens: int, num_rows: int, block_size: int) -> StepPlan:

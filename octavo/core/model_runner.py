@@ -69,5 +69,7 @@ def _bind_layers(backends: Sequence[AttentionBackend], config: KVCacheConfig, de
     for group_id, group in enumerate(config.groups):
         for slot, layer in enumerate(group.layers):
             backend = backends[layer]
-            layers[layer] = LayerCache(backend, backend.bind(buffers[slot], group.spec), group_id, group.spec.block_size)
+            layers[layer] = LayerCache(
+                backend, backend.bind(buffers[slot], group.spec), group_id, group.spec.block_size
+            )
     return [layers[layer] for layer in range(len(backends))]

@@ -14,6 +14,8 @@ NO_ROW = -1
 
 
 class RequestStatus(enum.Enum):
+    """Where a request stands. A preempted one waits as well, and has tokens of its own already."""
+
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()

@@ -49,10 +49,12 @@ class Sampler:
         """
         logits = logits.float()
         settings = [self._rows[row] for row in rows]
-        # A maximum carries NaN along, so one reduction finds NaN, +inf, and rows that are -inf throughout.
-        failed = (~torch.isfinite(logits.amax(dim=1))).tolist()
+        is_hopeless = _have_no_finite_maximum(logits)
         logprobs = _logprobs(logits, settings)
-        _mask_stops(logits, settings, positions)
+        if _mask_stops(logits, settings, positions):
+            # Where only stops were possible, nothing is left.
+            is_hopeless |= _have_no_finite_maximum(logits)
+        failed: list[bool] = is_hopeless.tolist()
         # For the largest of equals, argmax returns the lowest id.
         token_ids = logits.argmax(dim=1)
         is_random = [s.temperature > 0 and not bad for s, bad in zip(settings, failed, strict=True)]
@@ -76,11 +78,20 @@ class Sampler:
         )
 
 
-def _mask_stops(logits: Tensor, settings: Sequence[RowSampling], positions: Sequence[int]) -> None:
-    """Make ids that would stop a request impossible until it has its `min_tokens`."""
+def _have_no_finite_maximum(logits: Tensor) -> Tensor:
+    """Say of each row whether nothing can be chosen from it. [num_rows, vocab_size] -> [num_rows]"""
+    # A maximum carries NaN along, so one reduction finds NaN, +inf, and rows that are -inf throughout.
+    return ~torch.isfinite(logits.amax(dim=1))
+
+
+def _mask_stops(logits: Tensor, settings: Sequence[RowSampling], positions: Sequence[int]) -> bool:
+    """Make ids that would stop a request impossible until it has its `min_tokens`; say whether there were any."""
+    any_masked = False
     for i, (s, position) in enumerate(zip(settings, positions, strict=True)):
         if position - s.num_prompt_tokens < s.min_tokens and s.masked_before_min_tokens:
             logits[i, list(s.masked_before_min_tokens)] = float("-inf")
+            any_masked = True
+    return any_masked
 
 
 def _sample_random(logits: Tensor, settings: Sequence[RowSampling], noise: Sequence[float]) -> Tensor:
@@ -96,7 +107,9 @@ def _sample_random(logits: Tensor, settings: Sequence[RowSampling], noise: Seque
         threshold = probs.amax(dim=1, keepdim=True) * column([s.min_p for s in settings])
         probs = probs.masked_fill(probs < threshold, 0)
     if any(s.top_k > 0 or s.top_p < 1 for s in settings):
-        probs = _keep_top(probs, column([s.top_k or probs.shape[1] for s in settings]), column([s.top_p for s in settings]))
+        probs = _keep_top(
+            probs, column([s.top_k or probs.shape[1] for s in settings]), column([s.top_p for s in settings])
+        )
     cumulative = probs.cumsum(dim=1)
     total = cumulative[:, -1:]
     # Strictly below the total, so that a token with some probability is found whatever the rounding.

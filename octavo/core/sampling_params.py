@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
+# For what only has to be a number: it fits whatever the engine and a socket keep it in.
+MAX_COUNT = 2**63 - 1
 
 # Below this, dividing logits by the temperature overflows float32; the result is the greedy one anyway.
 GREEDY_TEMPERATURE = 1e-5
@@ -72,13 +74,13 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_N)
         _check_real("temperature", self.temperature, low=0.0)
         _check_real("top_p", self.top_p, above=0.0, high=1.0)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, MAX_COUNT)
         _check_real("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, None)
+            _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}; lower one.",
@@ -116,21 +118,21 @@ class SamplingParams:
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "a string or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
-        raise _wrong("stop", f"{len(strings)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        raise _refusal("stop", f"at most {MAX_STOP_STRINGS} strings", str(len(strings)))
     for string in strings:
         if not isinstance(string, str) or not string:
             raise _wrong("stop", string, "strings that are not empty")
         if len(string) > MAX_STOP_STRING_CHARS:
-            raise _wrong("stop", f"a string of {len(string)} characters", f"at most {MAX_STOP_STRING_CHARS} characters")
+            raise _refusal("stop", f"strings of at most {MAX_STOP_STRING_CHARS} characters", f"one of {len(string)}")
         if not string.isascii() and any("\ud800" <= char <= "\udfff" for char in string):
-            raise _wrong("stop", ascii(string), "text without lone surrogates")
+            raise _wrong("stop", string, "text without lone surrogates")
     return strings
 
 
 def _stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
     ids = _as_tuple("stop_token_ids", token_ids, "a list of token ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise _wrong("stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        raise _refusal("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", str(len(ids)))
     for token_id in ids:
         _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
     return tuple(int(token_id) for token_id in ids)
@@ -144,22 +146,22 @@ def _as_tuple(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
     # bool is an int to Python; n=True is a mistake all the same.
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_int and value >= low and (high is None or value <= high)):
-        limits = f"a whole number from {low}" + (f" to {high}" if high is not None else "")
-        raise _wrong(name, value, limits)
+    if not (is_int and low <= value <= high):
+        raise _wrong(name, value, f"a whole number from {low} to {high}")
 
 
 def _check_real(
     name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
 ) -> None:
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Positive form: every comparison with NaN is false, so NaN fails here.
+    # Positive form: every comparison with NaN is false, so NaN fails here. And no conversion, which would overflow
+    # for a whole number that is larger than any float.
     inside = (
         is_real
-        and math.isfinite(value)
+        and abs(value) <= sys.float_info.max
         and (low is None or value >= low)
         and (above is None or value > above)
         and (high is None or value <= high)
@@ -172,5 +174,13 @@ def _check_real(
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
-    shown = value if isinstance(value, str) and " " in value else repr(value)
-    return InvalidRequestError(f"{name} must be {wanted}, not {shown[:200]}.", parameter=name)
+    try:
+        shown = repr(value)[:200]
+    except ValueError:
+        # Python refuses to write out thousands of digits.
+        shown = "a number of that length"
+    return _refusal(name, wanted, shown)
+
+
+def _refusal(name: str, wanted: str, found: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {wanted}, not {found}.", parameter=name)

@@ -36,10 +36,17 @@ def open_checkpoint(model: str | None) -> Checkpoint:
     """
     if model is None:
         return _open_file(_demo_model())
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(model)
+    try:
+        path = path.expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; "~nobody"
+        raise ModelNotFoundError(f"{model!r} cannot be looked up as a path: {error}. Check the path.") from error
+    if not model.strip():
+        raise ModelNotFoundError("The model's name is empty. Give a path or a hub name; the demo model needs no name.")
+    if is_folder:
         return _open_folder(path)
-    if path.exists():
+    if exists:
         return _open_file(path)
     return _open_folder(_fetch(model))
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ import importlib_metadata
 from octavo.core.interfaces import CONTRACT_VERSION
 from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginContractError, PluginNotFound
 from octavo.plugins.families import FAMILIES, Family
+
+logger = logging.getLogger(__name__)
 
 OWN_PACKAGE = "octavo"
 
@@ -77,7 +81,7 @@ class Registry:
                 "Install it, from a checkout with: pip install -e ."
             )
         package, _, plain_name = name.rpartition(":")
-        matches = [p for p in members if p.name == plain_name and package in ("", p.package)]
+        matches = [p for p in members if p.name == plain_name and (not package or _is_same_package(package, p.package))]
         if not matches:
             raise PluginNotFound(_not_found(family, name, [plugin.name for plugin in members]))
         own = [plugin for plugin in matches if plugin.is_built_in]
@@ -126,18 +130,37 @@ class Registry:
 @functools.cache
 def scan() -> Registry:
     """Look through the installed packages once a process. Imports none of what they register."""
-    families = {family.group: family for family in FAMILIES}
-    plugins = []
+    by_package: dict[str, list[Plugin]] = {}
     for distribution in importlib_metadata.distributions():
-        for entry_point in distribution.entry_points:
-            family = families.get(entry_point.group)
-            if family is not None:
-                plugins.append(
-                    Plugin(family, entry_point.name, entry_point.value, distribution.name, distribution.version)
-                )
-    # A package can be met twice, on two entries of sys.path; Python would import the first.
-    first = {(p.family, p.name, p.package): p for p in reversed(plugins)}
-    return Registry(list(first.values()))
+        try:
+            plugins = _plugins_of(distribution)
+        except Exception as cause:
+            # What remains of a package that was removed by hand must not keep everything else from working.
+            where = distribution.locate_file("")
+            logger.warning("passing over a package in %s, whose metadata cannot be read: %s", where, cause)
+            continue
+        if plugins:
+            # A package can be met twice, on two entries of sys.path; Python would import the first.
+            by_package.setdefault(_canonical(plugins[0].package), plugins)
+    return Registry([plugin for plugins in by_package.values() for plugin in plugins])
+
+
+def _plugins_of(distribution: Any) -> list[Plugin]:
+    families = {family.group: family for family in FAMILIES}
+    return [
+        Plugin(families[entry.group], entry.name, entry.value, distribution.name, distribution.version)
+        for entry in distribution.entry_points
+        if entry.group in families
+    ]
+
+
+def _is_same_package(name: str, other: str) -> bool:
+    return _canonical(name) == _canonical(other)
+
+
+def _canonical(package: str) -> str:
+    """Return a distribution's name as package indexes compare them: "My_Plugin" is "my-plugin"."""
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def _not_found(family: Family, name: str, installed: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.engine_core import EngineCore
@@ -12,6 +13,9 @@ from octavo.core.outputs import EngineOutput
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.scheduler import Scheduler
 from octavo.testing.hashing_runner import HashingRunner
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
 
 
 @dataclass
@@ -40,7 +44,7 @@ def make_kv_cache_manager(
     """
     spec = FullAttentionSpec(block_size, num_kv_heads=1, head_dim=1, dtype="float32")
     pool = BlockPool(num_usable_blocks + 1, enable_caching=hash_function is not None)
-    hasher = hash_function and PrefixHasher(hash_function, block_size, b"root of the tests")
+    hasher = None if hash_function is None else PrefixHasher(hash_function, block_size, b"root of the tests")
     managers = [manager_class(spec, pool, 0, num_rows)]
     return KVCacheManager(pool, managers, hasher, reuses_blocks_within_a_step=reuses_blocks_within_a_step)
 
@@ -126,3 +130,11 @@ def assert_pool_is_sound(pool: BlockPool) -> None:
     assert 0 not in found
     if not pool.enable_caching:
         assert not found
+
+
+def assert_llm_is_idle(llm: LLM) -> None:
+    """Check that neither the engine nor what stands around it remembers a request."""
+    assert_nothing_leaks(llm._engine)
+    assert not llm._mailboxes
+    assert not llm._processor.has_unfinished
+    assert not llm._processor.live_core_ids

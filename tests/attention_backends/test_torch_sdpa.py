@@ -231,8 +231,8 @@ def test_many_decode_rows_of_any_length_are_bucketed_and_put_back_in_order() -> 
 @pytest.mark.parametrize("ability", ["plain", "window", "everything"])
 def test_limits_on_memory_change_no_result(monkeypatch: pytest.MonkeyPatch, ability: str) -> None:
     """Small enough that every bucket holds one row, every tile three queries, every softmax a few of these."""
-    monkeypatch.setattr("octavo.attention_backends.torch_sdpa.SCRATCH_BYTES_CPU", 1)
-    monkeypatch.setattr("octavo.attention_backends.torch_sdpa.QUERIES_PER_TILE", 3)
+    monkeypatch.setattr("octavo.attention_backends.torch_sdpa_plan.SCRATCH_BYTES_CPU", 1)
+    monkeypatch.setattr("octavo.attention_backends.torch_sdpa_plan.QUERIES_PER_TILE", 3)
     monkeypatch.setattr("octavo.attention_backends.torch_sdpa.EXPLICIT_SCORES", 600)
     for spec in (PLAIN, MLA):
         assert_matches_the_definition(ordinary_rows(24, replace(spec, **ABILITIES[ability])))

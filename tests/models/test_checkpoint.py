@@ -78,12 +78,16 @@ def test_a_missing_demo_model_says_what_to_install(monkeypatch: pytest.MonkeyPat
         open_checkpoint(None)
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "nowhere", "models/nowhere.gguf", "a/b/c", ""])
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "nowhere", "models/nowhere.gguf", "a/b/c"])
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("looked up"))
-    if path == "":
-        pytest.skip("the empty path is the current folder")
     with pytest.raises(ModelNotFoundError, match=f"no file or folder '{path}'.*organisation/name"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("path", ["", " ", "x" * 5000, "~no-such-user/model"])
+def test_a_name_that_cannot_be_one_is_refused(path: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"name is empty|cannot be looked up as a path"):
         open_checkpoint(path)
 
 
@@ -186,7 +190,7 @@ def test_pickled_weights_are_refused_and_not_read(tmp_path: Path, name: str) -> 
 
 
 def test_a_weights_file_alone_points_to_its_folder(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds weights alone. Give the folder"):
+    with pytest.raises(CheckpointError, match=r"holds weights alone\. Give the folder"):
         open_checkpoint(str(folder / "model.safetensors"))
 
 

@@ -123,14 +123,13 @@ class AttentionBackend(ABC):
     def cannot_serve(cls, spec: AttentionSpec) -> list[str]:
         """Return every reason why this backend cannot serve `spec`, as sentences; an empty list when it can."""
 
-    @classmethod
-    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+    def kv_cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Return the logical shape of one layer's cache. Dimension 0 is the block; a block is contiguous.
 
         The default serves keys and values side by side: [num_blocks, 2, block_size, num_kv_heads, head_dim].
         """
         if not isinstance(spec, FullAttentionSpec):
-            raise TypeError(f"{cls.__name__} has no layout for {type(spec).__name__}; override kv_cache_shape")
+            raise TypeError(f"{type(self).__name__} has no layout for {type(spec).__name__}; override kv_cache_shape")
         return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
     def bind(self, rows: Tensor, spec: KVCacheSpec) -> Any:
@@ -148,7 +147,7 @@ class AttentionBackend(ABC):
         import torch
 
         pages = rows[:, : spec.page_bytes].view(getattr(torch, self.spec.kv_dtype))
-        return pages.unflatten(1, self.kv_cache_shape(spec, rows.shape[0])[1:])
+        return torch.unflatten(pages, 1, self.kv_cache_shape(spec, rows.shape[0])[1:])
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
