@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM
+from octavo.testing import tiny_models
 from octavo.testing.engines import assert_llm_is_idle
 
 
@@ -19,6 +20,12 @@ def demo_gguf() -> Path:
     (path,) = (Path(folder) for folder in spec.submodule_search_locations or ())
     (file,) = path.glob("*.gguf")
     return file
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer whose ids are bytes."""
+    return tiny_models.add_byte_tokenizer(tiny_models.tiny_llama(tmp_path_factory.mktemp("tiny"), seed=4))
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
         shown = repr(value)[:200]
     except ValueError:
         # Python refuses to write out thousands of digits.
-        shown = "a number of that length"
+        shown = "a number of thousands of digits"
     return _refusal(name, wanted, shown)
 
 

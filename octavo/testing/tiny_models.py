@@ -6,6 +6,7 @@ correct implementations, whose logits differ in the last digits, generate the sa
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,28 @@ def _save(folder: Path, config_class: str, model_class: str, seed: int, config: 
                     parameter.uniform_(0.7, 1.3)
     model.save_pretrained(folder, safe_serialization=True)
     return Path(folder)
+
+
+def add_byte_tokenizer(folder: Path) -> Path:
+    """Give a tiny model a tokenizer, and return its folder.
+
+    Ids 0 to 2 are special (<pad>, <s>, </s>) and ids 3 to 258 are the 256 bytes; larger ids are words of one space and
+    a number, so that any id a tiny model comes up with has some text.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    byte_chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: token_id for token_id, token in enumerate(["<pad>", "<s>", "</s>", *byte_chars])}
+    vocab |= {f"\u0120{number}": number for number in range(len(vocab), _COMMON["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<pad>", "<s>", "</s>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    settings = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

@@ -1,0 +1,432 @@
+"""The blocking Python API: what callers pass, what they get, and what is left when they go."""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import LLM, EngineConfig, SamplingParams
+from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture
+def llm(make_llm, tiny_folder):
+    return make_llm(tiny_folder, num_kv_blocks=200)
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+def ids(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# -- prompts in, results out ------------------------------------------------------------------------------------
+
+
+def test_results_come_in_the_order_of_the_prompts(llm):
+    prompts = ["one", "two two two", "three"]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in together] == prompts
+    assert all(output.finished for output in together)
+    assert ids(together) == ids(llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts)
+
+
+def test_text_is_the_decoded_tokens(llm):
+    (output,) = llm.generate("one", GREEDY, use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    assert output.prompt_token_ids == tokenizer.encode("one")
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+
+
+def test_text_ids_and_dicts_are_the_same_prompt(llm):
+    token_ids = llm.get_tokenizer().encode("one")
+    forms = ["one", token_ids, {"prompt": "one"}, {"prompt_token_ids": token_ids}]
+    assert len({tuple(answer) for answer in ids(llm.generate(forms, GREEDY, use_tqdm=False))}) == 1
+    assert ids(llm.generate(token_ids, GREEDY, use_tqdm=False)) == ids(llm.generate("one", GREEDY, use_tqdm=False))
+
+
+def test_no_prompts_give_no_results(llm):
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_each_prompt_can_have_its_own_parameters(llm):
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 5, 3)]
+    assert [len(answer) for answer in ids(llm.generate(["a", "b", "c"], params, use_tqdm=False))] == [1, 5, 3]
+    with pytest.raises(InvalidRequestError, match="2 prompts and 3 SamplingParams"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+
+
+def test_two_calls_with_lists_of_different_length_do_not_mix(llm):
+    first = llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+    second = llm.generate(["d", "a"], GREEDY, use_tqdm=False)
+    assert len({output.request_id for output in first + second}) == 5
+    assert ids(second)[1] == ids(first)[0]
+
+
+def test_callers_ids_come_back_and_can_be_used_again(llm):
+    prompt = {"prompt": "one", "request_id": "mine"}
+    for _ in range(2):
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert output.request_id == "mine"
+
+
+def test_made_up_ids_avoid_those_of_the_caller(llm):
+    prompts = ["a", {"prompt": "b", "request_id": "request-0"}, "c"]
+    request_ids = [output.request_id for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert request_ids[1] == "request-0"
+    assert len(set(request_ids)) == 3
+
+
+def test_salted_prompts_share_with_their_like_only(llm):
+    prompt = "a prompt that is longer than two blocks of sixteen"
+    hits = []
+    for salt in ("a", "a", "b", None):
+        extras = {} if salt is None else {"cache_salt": salt}
+        (output,) = llm.generate({"prompt": prompt, **extras}, GREEDY, use_tqdm=False)
+        hits.append(output.num_cached_tokens)
+    assert hits == [0, 48, 0, 0]
+
+
+def test_a_conversation_is_rendered_by_the_models_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert llm.get_tokenizer().decode(output.prompt_token_ids) == "user: hiassistant: "
+    assert llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False) == (
+        "<s>user: hi</s><s>assistant: "
+    )
+    two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert ids(two) == ids([output, output])
+
+
+# -- streaming --------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_adds_up_to_what_generate_returns(llm):
+    params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
+    pieces = list(llm.stream("one", params))
+    assert len(pieces) > 5
+    assert "".join(pieces) == texts(llm.generate("one", params, use_tqdm=False))[0]
+
+
+def test_a_stream_that_is_left_early_ends_its_request(llm):
+    stream = llm.stream("one", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    next(stream)
+    assert llm.stats().running == 1
+    stream.close()
+    assert llm.stats().running == 0
+    assert llm.stats().used_blocks == 0
+
+
+def test_a_stream_and_a_generate_can_run_side_by_side_in_one_thread(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    alone = "".join(llm.stream("one", params))
+    stream = llm.stream("one", params)
+    pieces = [next(stream)]
+    llm.generate(["two", "three"], GREEDY, use_tqdm=False)
+    assert "".join([*pieces, *stream]) == alone
+
+
+def test_what_is_wrong_with_a_stream_is_said_by_the_call_itself(llm):
+    with pytest.raises(InvalidRequestError, match="n is 2"):
+        llm.stream("one", SamplingParams(n=2))
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        llm.stream("")
+    with pytest.raises(InvalidRequestError, match="not in the vocabulary"):
+        llm.stream([5, 512])
+
+
+# -- stopping ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_text_before_it_and_shows_none_of_it(llm):
+    params = SamplingParams(temperature=1, seed=5, max_tokens=60, ignore_eos=True)
+    whole = texts(llm.generate("one", params, use_tqdm=False))[0]
+    stop = whole[20:27]
+    wanted = whole[: whole.index(stop)]
+    stopping = SamplingParams(temperature=1, seed=5, max_tokens=60, ignore_eos=True, stop=[stop, "never there"])
+    (output,) = llm.generate("one", stopping, use_tqdm=False)
+    assert output.outputs[0].text == wanted
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    assert "".join(llm.stream("one", stopping)) == wanted
+    including = SamplingParams(
+        temperature=1, seed=5, max_tokens=60, ignore_eos=True, stop=stop, include_stop_str_in_output=True
+    )
+    assert texts(llm.generate("one", including, use_tqdm=False))[0] == wanted + stop
+
+
+def test_nothing_ends_a_request_before_min_tokens(llm):
+    (free,) = ids(llm.generate("one", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False))
+    params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=free[:3])
+    assert len(ids(llm.generate("one", params, use_tqdm=False))[0]) == 1
+    params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=free[:3], min_tokens=5)
+    (held,) = ids(llm.generate("one", params, use_tqdm=False))
+    assert len(held) >= 5
+    assert not set(held[:5]) & set(free[:3])
+
+
+def test_without_detokenizing_there_are_ids_and_no_text(llm):
+    (output,) = llm.generate("one", SamplingParams(temperature=0, max_tokens=4, detokenize=False), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].text == ""
+
+
+# -- seeds and choices ------------------------------------------------------------------------------------------
+
+
+def test_four_choices_of_one_seed_differ_and_repeat_in_order(llm):
+    params = SamplingParams(n=4, seed=7, temperature=1, max_tokens=12)
+    first, second = (llm.generate("one", params, use_tqdm=False)[0] for _ in range(2))
+    assert [choice.index for choice in first.outputs] == [0, 1, 2, 3]
+    assert len({tuple(choice.token_ids) for choice in first.outputs}) == 4
+    assert [choice.token_ids for choice in first.outputs] == [choice.token_ids for choice in second.outputs]
+
+
+def test_a_seeded_request_gives_the_same_tokens_alone_in_company_cut_up_and_preempted(make_llm, tiny_folder, llm):
+    seeded = SamplingParams(seed=11, temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True)
+    (alone,) = ids(llm.generate("the one with a seed", seeded, use_tqdm=False))
+    others = [SamplingParams(temperature=1, max_tokens=40, ignore_eos=True)] * 7
+    prompts = [*(f"number {i}" for i in range(7)), "the one with a seed"]
+    assert ids(llm.generate(prompts, [*others, seeded], use_tqdm=False))[-1] == alone
+
+    cut = make_llm(tiny_folder, num_kv_blocks=200, max_num_batched_tokens=5)
+    assert ids(cut.generate(prompts, [*others, seeded], use_tqdm=False))[-1] == alone
+
+    small = make_llm(tiny_folder, num_kv_blocks=25, block_size=4, max_model_len=96)
+    outputs = small.generate(prompts[-3:], [*others[:2], seeded], use_tqdm=False)
+    assert outputs[-1].num_preemptions > 0
+    assert ids(outputs)[-1] == alone
+
+
+def test_requests_without_a_seed_differ_from_each_other_and_repeat_with_the_engine(make_llm, tiny_folder):
+    params = SamplingParams(temperature=1, max_tokens=12)
+    runs = []
+    for _ in range(2):
+        engine = make_llm(tiny_folder, num_kv_blocks=50)
+        runs.append(ids(engine.generate(["one", "one"], params, use_tqdm=False)))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+    other = make_llm(tiny_folder, num_kv_blocks=50, seed=1)
+    assert ids(other.generate(["one", "one"], params, use_tqdm=False)) != runs[0]
+
+
+def test_the_global_random_state_and_signal_handlers_stay_as_they_were(make_llm, tiny_folder):
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    engine = make_llm(tiny_folder, num_kv_blocks=50)
+    engine.generate("one", SamplingParams(temperature=1, n=2), use_tqdm=False)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert {name: signal.getsignal(name) for name in handlers} == handlers
+
+
+# -- faults -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_prompt_in_a_list_is_named_and_nothing_of_the_list_runs(llm):
+    with pytest.raises(InvalidRequestError, match="Prompt 1 of 3: The prompt is empty"):
+        llm.generate(["one", "", "three"], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="Prompt 2 of 3: Token id 512 at position 1") as caught:
+        llm.generate(["one", "two", [5, 512]], GREEDY, use_tqdm=False)
+    assert caught.value.parameter == "prompt_token_ids"
+    assert llm.stats().waiting == 0
+    assert llm.stats().steps == 0
+
+
+def test_a_wrong_prompt_does_not_shift_the_seeds_of_later_ones(make_llm, tiny_folder):
+    params = SamplingParams(temperature=1, max_tokens=8)
+    clean, disturbed = (make_llm(tiny_folder, num_kv_blocks=50) for _ in range(2))
+    with pytest.raises(InvalidRequestError):
+        disturbed.generate(["one", []], params, use_tqdm=False)
+    assert ids(clean.generate("one", params, use_tqdm=False)) == ids(disturbed.generate("one", params, use_tqdm=False))
+
+
+def test_one_id_twice_in_a_list_is_refused_and_leaves_nothing(llm):
+    twice = [{"prompt": "a", "request_id": "x"}, {"prompt": "b", "request_id": "x"}]
+    with pytest.raises(InvalidRequestError, match="Prompt 1 of 2: The request id 'x' is in use"):
+        llm.generate(twice, GREEDY, use_tqdm=False)
+
+
+def test_a_step_that_fails_is_raised_and_the_engine_goes_on_afterwards(llm, monkeypatch):
+    (expected,) = ids(llm.generate("one, two, three, four, five", GREEDY, use_tqdm=False))
+    llm.reset_prefix_cache()
+
+    from octavo.attention_backends.torch_sdpa import TorchSDPABackend
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("a kernel failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchSDPABackend, "attend", broken)
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            llm.generate("one, two, three, four, five", GREEDY, use_tqdm=False)
+    (output,) = llm.generate("one, two, three, four, five", GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids == expected
+
+
+def test_a_request_whose_logits_are_not_finite_ends_with_an_error_and_its_neighbour_does_not_notice(llm, monkeypatch):
+    (expected,) = ids(llm.generate("good", GREEDY, use_tqdm=False))
+
+    from octavo.models.llama import LlamaModel
+
+    logits = LlamaModel.logits
+
+    def with_a_bad_row(self, hidden):
+        scores = logits(self, hidden)
+        scores[0, 7] = float("nan")
+        return scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaModel, "logits", with_a_bad_row)
+        bad, _ = llm.generate(["a bad one", "good"], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("error", "non_finite_logits")
+    assert bad.finished
+    assert ids(llm.generate("good", GREEDY, use_tqdm=False)) == [expected]
+
+
+def test_an_interrupt_leaves_no_request_behind(llm, monkeypatch):
+    from octavo.attention_backends.torch_sdpa import TorchSDPABackend
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchSDPABackend, "attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+    assert llm.stats().running == llm.stats().waiting == 0
+    assert len(llm.generate("one", GREEDY, use_tqdm=False)) == 1
+
+
+# -- life -------------------------------------------------------------------------------------------------------
+
+
+def test_shutting_down_twice_is_fine_and_using_it_afterwards_is_not(make_llm, tiny_folder):
+    with make_llm(tiny_folder, num_kv_blocks=50) as llm:
+        stream = llm.stream("one", GREEDY)
+        llm.generate("one", GREEDY, use_tqdm=False)
+    llm.shutdown()
+    with pytest.raises(EngineClosedError, match="shut down"):
+        llm.generate("one", GREEDY, use_tqdm=False)
+    with pytest.raises(EngineClosedError):
+        next(stream)
+
+
+def test_a_stream_under_way_when_the_engine_shuts_down_says_so_and_leaves_nothing(make_llm, tiny_folder):
+    llm = make_llm(tiny_folder, num_kv_blocks=50)
+    stream = llm.stream("one", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    llm.shutdown()
+    with pytest.raises(EngineClosedError, match="while the request was under way"):
+        list(stream)
+
+
+def test_several_engines_in_one_process_step_in_two_threads(make_llm, tiny_folder):
+    engines = [make_llm(tiny_folder, num_kv_blocks=60, max_num_batched_tokens=budget) for budget in (7, 2048)]
+    prompts = [f"prompt number {i}" for i in range(12)]
+    expected = ids(engines[0].generate(prompts, GREEDY, use_tqdm=False))
+    answers: dict[int, list] = {}
+
+    def run(number):
+        answers[number] = [ids(engines[number].generate(prompts, GREEDY, use_tqdm=False)) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {0: [expected] * 3, 1: [expected] * 3}
+
+
+def test_threads_that_share_an_engine_share_its_batches_and_get_their_own_answers(llm):
+    prompts = [f"prompt number {i}" for i in range(8)]
+    expected = ids(llm.generate(prompts, GREEDY, use_tqdm=False))
+    steps = llm.stats().steps
+    answers: dict[int, list] = {}
+    barrier = threading.Barrier(8)
+
+    def run(number):
+        barrier.wait()
+        if number % 2:
+            answers[number] = ids(llm.generate(prompts[number], GREEDY, use_tqdm=False))[0]
+        else:
+            text = "".join(llm.stream(prompts[number], GREEDY))
+            answers[number] = text
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tokenizer = llm.get_tokenizer()
+    for number in range(8):
+        assert answers[number] == (expected[number] if number % 2 else tokenizer.decode(expected[number]))
+    assert llm.stats().steps - steps < 8 * 12
+
+
+def test_an_engine_that_is_simply_dropped_lets_its_process_end(tiny_folder):
+    program = f"from octavo import LLM; print(LLM({str(tiny_folder)!r}, num_kv_blocks=50).generate('a', use_tqdm=False))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "RequestOutput" in done.stdout
+
+
+def test_the_progress_bar_is_on_standard_error_and_can_be_left_out(llm, capsys):
+    llm.generate(["one", "two"], GREEDY)
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err
+    assert shown.out == ""
+    llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_config_takes_the_place_of_single_settings(tiny_folder, make_llm):
+    config = EngineConfig.from_flat(model=str(tiny_folder), num_kv_blocks=50, block_size=8)
+    llm = make_llm(config=config)
+    assert llm.config is config
+    with pytest.raises(ConfigError, match="not both"):
+        LLM(str(tiny_folder), config=config)
+
+
+def test_counters_and_resets_are_visible(llm):
+    prompt = "a prompt of more than one block"
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    stats = llm.stats()
+    assert (stats.queried_tokens, stats.hit_tokens) == (62, 16)
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    refused = llm.reset_prefix_cache()
+    assert not refused
+    assert "under way" in refused.reason
+    stream.close()
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+@pytest.mark.slow
+def test_memory_comes_back_when_engines_end(demo_gguf):
+    program = (
+        "import gc, psutil\n"
+        "from octavo import LLM, SamplingParams\n"
+        "used = []\n"
+        "for _ in range(4):\n"
+        "    with LLM(num_kv_blocks=100) as llm:\n"
+        "        llm.generate('one', SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "    llm.shutdown()\n"
+        "    del llm\n"
+        "    gc.collect()\n"
+        "    used.append(psutil.Process().memory_info().rss)\n"
+        "assert max(used) < 1.1 * used[0], used\n"
+        "assert not psutil.Process().children()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
