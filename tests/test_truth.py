@@ -191,7 +191,7 @@ def test_a_tiny_model_answers_as_in_transformers_while_memory_runs_out(tiny, bud
     )
     hugging_face.assert_equal_where_clear(expected, answers(llm, expected))
     hugging_face.assert_equal_where_clear(expected, answers(llm, expected, order=shuffled(len(expected))))
-    assert llm.stats().preemptions >= 3
+    assert llm.stats().preemptions >= 1
 
 
 def test_a_tiny_models_log_probabilities_are_those_of_transformers(tiny, make_llm):

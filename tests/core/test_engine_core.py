@@ -150,6 +150,7 @@ def random_trace(engine, runner, rng, num_requests):
         runner.fail_next = None
         assert_pool_is_sound(engine.scheduler.kv_cache_manager.pool)
         assert_references_are_held(engine)
+        assert not runner.plans or runner.plans[-1].num_tokens <= engine.scheduler.max_num_batched_tokens
         stats = engine.stats()
         for name in ("queried_tokens", "hit_tokens", "recomputed_tokens", "preemptions", "steps"):
             assert getattr(stats, name) >= getattr(last_stats, name)

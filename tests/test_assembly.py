@@ -1,0 +1,168 @@
+"""From a config to an engine: what is chosen, how large it is, and what is said when it cannot be."""
+
+import logging
+
+import pytest
+
+from octavo.assembly import build_engine
+from octavo.config import EngineConfig
+from octavo.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotEnoughMemoryError,
+    PluginNotFound,
+    PluginUnsuitable,
+    UnsupportedModelError,
+)
+from octavo.testing import tiny_models
+
+# Two layers of 2 heads of 16 numbers, keys and values, in float32: 512 bytes a token, 8192 a block of 16.
+BYTES_PER_BLOCK = 2 * 2 * 16 * 2 * 16 * 4
+
+
+def build(folder, **settings):
+    return build_engine(EngineConfig.from_flat(model=str(folder), **settings))
+
+
+def test_a_given_number_of_blocks_is_what_there_is(tiny_folder):
+    assembly = build(tiny_folder, num_kv_blocks=40)
+    assert assembly.kv_cache_config.num_blocks == 40
+    assert assembly.kv_cache_config.bytes_per_block == BYTES_PER_BLOCK
+    assert assembly.engine.stats().free_blocks == 39
+    assert assembly.attention_backend == "torch_sdpa"
+
+
+def test_given_bytes_are_turned_into_blocks(tiny_folder):
+    assert build(tiny_folder, kv_cache_memory_bytes=50 * BYTES_PER_BLOCK + 1).kv_cache_config.num_blocks == 50
+
+
+def test_without_a_size_a_share_of_the_free_memory_is_taken(tiny_folder, monkeypatch):
+    monkeypatch.setattr("octavo.core.memory.cpu_free_bytes", lambda: 1000 * BYTES_PER_BLOCK)
+    assert build(tiny_folder).kv_cache_config.num_blocks == 250
+    assert build(tiny_folder, cpu_memory_share=0.5).kv_cache_config.num_blocks == 500
+
+
+def test_auto_length_is_the_models_own_where_that_fits_and_what_fits_elsewhere(tiny_folder):
+    assert build(tiny_folder, num_kv_blocks=100).engine.max_model_len == 512
+    assert build(tiny_folder, num_kv_blocks=11).engine.max_model_len == 160
+    assert build(tiny_folder, kv_cache_memory_bytes=8 * BYTES_PER_BLOCK).engine.max_model_len == 112
+
+
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does(tiny_folder):
+    memory = 8 * BYTES_PER_BLOCK
+    with pytest.raises(NotEnoughMemoryError, match=r"Set max_model_len=112 or max_model_len='auto'") as caught:
+        build(tiny_folder, kv_cache_memory_bytes=memory, max_model_len=512)
+    assert str(33 * BYTES_PER_BLOCK) in str(caught.value)
+    assert str(memory) in str(caught.value)
+    assert caught.value.max_model_len_that_fits == 112
+    assert build(tiny_folder, kv_cache_memory_bytes=memory, max_model_len=112).engine.max_model_len == 112
+    with pytest.raises(NotEnoughMemoryError):
+        build(tiny_folder, kv_cache_memory_bytes=memory, max_model_len=113)
+
+
+def test_memory_for_not_even_one_block_is_refused(tiny_folder):
+    with pytest.raises(NotEnoughMemoryError, match="requests of up to 0 tokens. Lower block_size"):
+        build(tiny_folder, kv_cache_memory_bytes=10)
+
+
+def test_an_explicit_number_of_blocks_below_one_long_request_warns_and_starts(tiny_folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        assembly = build(tiny_folder, num_kv_blocks=8, max_model_len=512)
+    assert "num_kv_blocks=8 holds 7 usable blocks, and one request of max_model_len=512 takes 32" in caplog.text
+    assert assembly.engine.max_model_len == 512
+
+
+@pytest.mark.parametrize("length", [0, 1, 513])
+def test_a_length_that_the_models_positions_do_not_allow_is_refused(tiny_folder, length):
+    with pytest.raises(ConfigError, match=f"max_model_len is {length}; it must be from 2 .* to 512"):
+        build(tiny_folder, num_kv_blocks=50, max_model_len=length)
+
+
+def test_a_misspelt_part_is_named_before_any_weight_is_read(monkeypatch):
+    monkeypatch.setattr("octavo.models.checkpoint.open_checkpoint", None)
+    with pytest.raises(PluginNotFound, match="No attention backend is called 'torch_spda'. Did you mean 'torch_sdpa'?"):
+        build("anything", attention_backend="torch_spda")
+    with pytest.raises(PluginNotFound, match="No request queue is called 'lifo'. Installed: fcfs"):
+        build("anything", request_queue="lifo")
+    with pytest.raises(PluginNotFound, match="No hash function is called 'md5'"):
+        build("anything", hash_function="md5")
+
+
+def test_a_kv_manager_can_be_chosen_by_the_kind_of_spec(tiny_folder):
+    build(tiny_folder, num_kv_blocks=20, kv_managers={"full_attention": "octavo:full_attention"})
+    with pytest.raises(PluginNotFound, match="No KV-cache manager is called 'mine'"):
+        build(tiny_folder, num_kv_blocks=20, kv_managers={"full_attention": "mine"})
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        build(tmp_path / "nowhere")
+
+
+def test_a_model_type_without_a_class_is_named_beside_those_that_have_one(tiny_folder, tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for file in tiny_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = (folder / "config.json").read_text().replace('"llama"', '"mamba"')
+    (folder / "config.json").write_text(config)
+    with pytest.raises(UnsupportedModelError, match="model_type is 'mamba', and Octavo has llama, mistral, qwen2, qwen3"):
+        build(folder)
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [("gpu", "torch does not know"), ("cuda", "torch sees no GPU here"), ("meta", "runs on 'cpu' and on 'cuda'")],
+)
+def test_a_device_that_cannot_be_used_is_refused(tiny_folder, device, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        build(tiny_folder, device=device)
+
+
+def test_a_backend_that_cannot_serve_is_refused_with_its_reasons(tiny_folder, monkeypatch):
+    from octavo.attention_backends.torch_sdpa import TorchSDPABackend
+
+    monkeypatch.setattr(TorchSDPABackend, "cannot_serve", classmethod(lambda cls, spec: ["One reason.", "Another."]))
+    with pytest.raises(PluginUnsuitable, match=r"torch_sdpa: One reason\. Another\."):
+        build(tiny_folder, num_kv_blocks=20)
+
+
+def test_salts_are_refused_with_a_weak_hash_function(tiny_folder):
+    engine = build(tiny_folder, num_kv_blocks=20, hash_function="xxh3_128").engine
+    with pytest.raises(InvalidRequestError, match="choose hash_function='sha256'"):
+        engine.add_request("r", [5], _params(), cache_salt="tenant")
+
+
+def test_a_hash_seed_makes_two_engines_agree_and_without_one_they_do_not(tiny_folder, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    def keys(**settings):
+        engine = build(tiny_folder, num_kv_blocks=20, **settings).engine
+        engine.add_request("r", range(20), _params())
+        engine.step()
+        found = set(engine.scheduler.kv_cache_manager.pool.cached_blocks())
+        engine.abort_request("r")
+        return found
+
+    assert keys(hash_seed="a") == keys(hash_seed="a") != keys(hash_seed="b")
+    assert keys() != keys()
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert keys() == keys(hash_seed="5")
+
+
+def test_windows_are_served_with_blocks_for_every_token(tmp_path):
+    assembly = build(tiny_models.tiny_mistral(tmp_path), num_kv_blocks=20)
+    assert [group.spec.kind for group in assembly.kv_cache_config.groups] == ["full_attention"]
+
+
+def test_what_was_chosen_is_logged(tiny_folder, caplog):
+    with caplog.at_level(logging.INFO, "octavo"):
+        build(tiny_folder, num_kv_blocks=20)
+    assert "attention backend torch_sdpa (first of Octavo's own that can serve); KV cache of 20 blocks" in caplog.text
+
+
+def _params():
+    from octavo import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=2)
