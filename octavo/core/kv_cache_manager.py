@@ -104,8 +104,8 @@ class KVCacheManager:
             return _FITS
         return Verdict(Fit.NEVER, f"{num_tokens} tokens take {needed} blocks, and the whole KV cache has {usable}")
 
-    def can_admit(self, request: Request, hit: PrefixHit, num_reserved_blocks: int) -> Verdict:
-        """Say whether all tokens that `request` has now would fit next to what is reserved for others.
+    def can_admit(self, request: Request, hit: PrefixHit) -> Verdict:
+        """Say whether all tokens that `request` has now would fit.
 
         Asking for the whole request, not for its first chunk, keeps it from being admitted now and preempted in the
         middle of its own prefill.
@@ -116,15 +116,7 @@ class KVCacheManager:
         if not self.reuses_blocks_within_a_step and not self._provisional_owner.keys().isdisjoint(hit.block_ids()):
             return Verdict(Fit.WAIT_STEP, "its prefix is being computed in this step")
         needed = self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
-        free = self.pool.num_free_blocks - num_reserved_blocks
-        if needed > free:
-            reason = f"{needed} blocks are needed, {free} are free and not reserved"
-            return Verdict(Fit.WAIT_MEMORY, reason)
-        return _FITS
-
-    def num_blocks_missing(self, request: Request) -> int:
-        """Return how many blocks a running request still lacks for the tokens that it has now."""
-        return self.coordinator.get_num_blocks_to_allocate(request.row, request.num_tokens, self.coordinator.no_hit)
+        return _FITS if needed <= self.pool.num_free_blocks else self._wait_for_memory(needed)
 
     def has_adopters(self, request: Request) -> bool:
         """Say whether another request adopted, in this step, blocks that `request` is to fill in it."""
@@ -156,7 +148,7 @@ class KVCacheManager:
         self.coordinator.remove_skipped_blocks(row, num_computed_tokens)
         needed = self.coordinator.get_num_blocks_to_allocate(row, num_tokens, hit)
         if needed > self.pool.num_free_blocks:
-            return Verdict(Fit.WAIT_MEMORY, f"{needed} blocks are needed, {self.pool.num_free_blocks} are free")
+            return self._wait_for_memory(needed)
         if self._provisional_owner and hit.num_tokens:
             owners = (self._provisional_owner.get(block_id) for block_id in hit.block_ids())
             self._rows_with_adopters.update(owner for owner in owners if owner is not None)
@@ -210,3 +202,6 @@ class KVCacheManager:
             f"{self.pool.num_used_blocks} blocks are held by requests that are under way; "
             "wait for them to finish, or abort them, and call again.",
         )
+
+    def _wait_for_memory(self, needed: int) -> Verdict:
+        return Verdict(Fit.WAIT_MEMORY, f"{needed} blocks are needed, {self.pool.num_free_blocks} are free")

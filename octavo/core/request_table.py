@@ -4,7 +4,6 @@ Kept as columns so that a question about all requests ("who is one token behind?
 """
 
 import heapq
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -41,7 +40,3 @@ class RequestTable:
     def num_tokens_behind(self, request: Request) -> int:
         """Return how many known tokens of the request are neither computed nor planned."""
         return int(self.num_tokens[request.row] - self.num_computed_tokens[request.row])
-
-    def behind(self, requests: Iterable[Request]) -> list[Request]:
-        """Return those requests that have known tokens which are neither computed nor planned."""
-        return [request for request in requests if self.num_tokens_behind(request) > 0]

@@ -238,17 +238,16 @@ class Scheduler:
     # -- the waiting pass ---------------------------------------------------------------------------------------
 
     def _admit_waiting(self, scheduled: dict[Request, int], new_rows: list[RowSampling]) -> None:
-        """Admit waiting requests in the queue's order while slots, budget and memory last."""
+        """Admit waiting requests in the queue's order while slots, budget and memory last.
+
+        Budget is left only when no running request is behind, so nobody is owed blocks for a prompt under way.
+        """
         budget = self.max_num_batched_tokens - sum(scheduled.values())
-        if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
-            return
-        # Blocks that running requests will need for tokens they have already: not for others to take.
-        num_reserved = sum(map(self.kv_cache_manager.num_blocks_missing, self._table.behind(self.running)))
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek_request()
             assert isinstance(request, Request)
             hit = self.kv_cache_manager.get_computed_blocks(request)
-            verdict = self.kv_cache_manager.can_admit(request, hit, num_reserved)
+            verdict = self.kv_cache_manager.can_admit(request, hit)
             if verdict.fit is Fit.NEVER:
                 # It fitted when it arrived, and has outgrown the pool since.
                 self._end(request, "length", KV_CACHE_FULL)
@@ -262,7 +261,6 @@ class Scheduler:
             new_rows.append(_row_sampling(request))
             scheduled[request] = num_new
             budget -= num_new
-            num_reserved += self.kv_cache_manager.num_blocks_missing(request)
 
     def _first_chunk(self, request: Request, hit: PrefixHit, budget: int) -> int:
         """Return how many tokens of a waiting request to compute first; 0 to let it wait."""

@@ -171,10 +171,11 @@ def test_hits_that_are_free_count_against_the_free_blocks(cache):
     hit = holder.kv.get_computed_blocks(request)
     assert hit.num_tokens == 12
     # Three hits that stand in the queue and two new blocks: five, of four.
-    assert holder.kv.can_admit(request, hit, 0).fit is Fit.NEVER
+    assert holder.kv.can_admit(request, hit).fit is Fit.NEVER
     short = Request("r", [*range(12), 90], SamplingParams(), max_model_len=100)
-    assert holder.kv.can_admit(short, hit, 0).fit is Fit.FITS
-    assert holder.kv.can_admit(short, hit, 1).fit is Fit.WAIT_MEMORY
+    assert holder.kv.can_admit(short, hit).fit is Fit.FITS
+    holder.start([77])
+    assert holder.kv.can_admit(short, holder.kv.get_computed_blocks(short)).fit is Fit.WAIT_MEMORY
 
 
 def test_growing_takes_a_block_only_at_a_block_edge(cache):
@@ -254,9 +255,9 @@ def test_without_writes_before_reads_a_request_waits_a_step_for_blocks_that_are_
     holder.start(range(9))
     request = Request("r", [*range(8), 70], SamplingParams(), max_model_len=100)
     hit = holder.kv.get_computed_blocks(request)
-    assert holder.kv.can_admit(request, hit, 0).fit is Fit.WAIT_STEP
+    assert holder.kv.can_admit(request, hit).fit is Fit.WAIT_STEP
     holder.kv.commit_step()
-    assert holder.kv.can_admit(request, hit, 0).fit is Fit.FITS
+    assert holder.kv.can_admit(request, hit).fit is Fit.FITS
 
 
 def test_forgotten_blocks_are_not_found_again(cache):
@@ -298,7 +299,7 @@ def test_a_hit_is_always_the_longest_prefix_of_blocks_that_somebody_computed(cac
         assert hit.num_tokens == expected
         for index, block in enumerate(hit.blocks[0]):
             assert contents[block] == tuple(tokens[: 4 * index + 4])
-        if holder.kv.can_admit(probe, hit, 0) and len(running) < 4:
+        if holder.kv.can_admit(probe, hit) and len(running) < 4:
             request = holder.start(tokens)
             for index, block in enumerate(holder.table(request)):
                 contents[block] = tuple(tokens[: 4 * index + 4])

@@ -34,8 +34,8 @@ def row(number=0, **settings):
 def sample(rows, logits, positions):
     """Return the step's result for rows 0, 1, 2... of a new sampler."""
     sampler = Sampler()
-    for number, settings in enumerate(rows):
-        sampler.set_row(RowSampling(**vars(settings) | {"row": number}))
+    for number, sampling in enumerate(rows):
+        sampler.set_row(RowSampling(**vars(sampling) | {"row": number}))
     return sampler.sample(torch.tensor(logits), range(len(rows)), positions)
 
 
@@ -255,10 +255,10 @@ def test_a_row_samples_as_its_newest_owner():
 @pytest.mark.parametrize(
     "bad",
     [
-        [math.nan] + LOGITS[1:],
-        LOGITS[:-1] + [math.nan],
+        [math.nan, *LOGITS[1:]],
+        [*LOGITS[:-1], math.nan],
         [math.nan] * 8,
-        LOGITS[:3] + [math.inf] + LOGITS[4:],
+        [*LOGITS[:3], math.inf, *LOGITS[4:]],
         [-math.inf] * 8,
         [-math.inf] * 7 + [math.nan],
     ],
