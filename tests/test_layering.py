@@ -20,7 +20,7 @@ PACKAGE = ROOT / "octavo"
 
 # The highest row first. A module belongs to the longest of these names that it begins with.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("octavo.cli",),
+    ("octavo.cli", "octavo.__main__"),
     ("octavo.server",),
     (
         "octavo.llm",

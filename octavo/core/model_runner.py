@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +60,12 @@ def allocate_kv_cache(config: KVCacheConfig, device: str) -> list[Tensor]:
     """
     page_bytes = max(group.spec.page_bytes for group in config.groups)
     num_slots = max(len(group.layers) for group in config.groups)
-    # Zeros, because whatever else lies in fresh memory may be NaN to a backend that multiplies before it masks.
-    return [torch.zeros(config.num_blocks, page_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+    shape = (config.num_blocks, page_bytes)
+    # Zeros, because whatever else lies in fresh memory may be NaN to a backend that multiplies before it masks. On a
+    # CPU from numpy, which gets them from the system page by page as they are used; torch would write them all.
+    if device == "cpu":
+        return [torch.from_numpy(np.zeros(shape, np.uint8)) for _ in range(num_slots)]
+    return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_slots)]
 
 
 def _bind_layers(backends: Sequence[AttentionBackend], config: KVCacheConfig, device: str) -> list[LayerCache]:
