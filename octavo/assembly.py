@@ -83,6 +83,7 @@ def build_engine(config: EngineConfig) -> Assembly:
     dtype = _dtype(config.dtype, device, checkpoint)
     model_class = _model_class(registry, config.model_impl, checkpoint)
     model: Model = model_class.from_checkpoint(checkpoint, dtype=dtype, device=device)
+    _check_positions(config.max_model_len, model)
 
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     block_size = config.cache.block_size
@@ -213,6 +214,14 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 # -- sizes ------------------------------------------------------------------------------------------------------
 
 
+def _check_positions(max_model_len: int | str, model: Model) -> None:
+    if isinstance(max_model_len, int) and not 2 <= max_model_len <= model.max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; it must be from 2 (a prompt token and a new one) to "
+            f"{model.max_position}, the longest sequence that the model's positions are made for."
+        )
+
+
 def _num_blocks(
     config: EngineConfig, model: Model, backends: Sequence[AttentionBackend], cost: RequestCost, device: str
 ) -> int:
@@ -254,11 +263,6 @@ def _max_model_len(config: EngineConfig, model: Model, cost: RequestCost, num_bl
                 f"num_kv_blocks={num_blocks} does not hold a request of a single token.", max_model_len_that_fits=0
             )
         return fits
-    if not 2 <= config.max_model_len <= model.max_position:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; it must be from 2 (a prompt token and a new one) to "
-            f"{model.max_position}, the longest sequence that the model's positions are made for."
-        )
     needed = cost.num_blocks(config.max_model_len)
     if needed > num_blocks - 1:
         logger.warning(

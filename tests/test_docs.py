@@ -22,7 +22,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for folder in ("docs", "examples") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 
 # Languages as people write them -> the one spelling that pages may use.
 SPELLINGS = dict.fromkeys(("py", "py3", "python", "python3", "pycon", "ipython", "py3tb"), "python")

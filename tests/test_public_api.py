@@ -6,9 +6,11 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import re
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,6 +73,16 @@ def test_a_name_that_does_not_exist_is_an_attribute_error(module: object) -> Non
 
 def test_the_version_is_the_packages() -> None:
     assert octavo.__version__ == importlib.metadata.version("octavo")
+
+
+def test_what_the_commands_install_is_pinned() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["demo"], *extras["test"], *extras["docs"], *extras["xxhash"]]
+    names = {re.split(r"[\[<>=~ ]", requirement)[0] for requirement in wanted}
+    constraints = (PACKAGE.parent / "constraints.txt").read_text()
+    pinned = set(re.findall(r"^([\w.-]+)==[\w.]+$", constraints, re.MULTILINE))
+    assert sorted(names - pinned) == []
 
 
 def test_types_are_shipped() -> None:

@@ -88,7 +88,8 @@ class CompletionOutput:
         cumulative_logprob: Sum of the tokens' log-probabilities when asked for, else None.
         finish_reason: "stop" (end of sequence, stop id or stop string), "length", "abort" or "error"; None while the
             choice goes on.
-        stop_reason: The stop string or stop token id that ended it, or "kv_cache_full"; None for end of sequence.
+        stop_reason: The stop string or stop token id that ended it; "kv_cache_full" with "length", where the request
+            filled the KV cache alone; "non_finite_logits" with "error"; None for end of sequence.
     """
 
     index: int

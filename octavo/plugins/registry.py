@@ -164,7 +164,7 @@ def _canonical(package: str) -> str:
 
 
 def _not_found(family: Family, name: str, installed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, installed, n=1)
+    close = difflib.get_close_matches(name.rpartition(":")[2], installed, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     names = ", ".join(dict.fromkeys(installed))
     return f"No {family.label} is called {name!r}.{suggestion} Installed: {names}."

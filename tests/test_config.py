@@ -1,0 +1,265 @@
+"""Settings by name, flat or nested, and what is said when one is wrong."""
+
+import math
+import tomllib
+
+import pydantic
+import pytest
+
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, field_sections
+from octavo.errors import ConfigError
+
+# A value of each field that is not its default.
+OTHER_VALUES = {
+    "model": "some/model",
+    "dtype": "bfloat16",
+    "device": "cuda:1",
+    "max_model_len": 4096,
+    "seed": 2**63 - 1,
+    "attention_backend": "flash",
+    "model_impl": "llama",
+    "block_size": 32,
+    "num_kv_blocks": 100,
+    "kv_cache_memory_bytes": 2**40,
+    "gpu_memory_utilization": 0.5,
+    "cpu_memory_share": 0.125,
+    "kv_cache_dtype": "float16",
+    "enable_prefix_caching": False,
+    "hash_function": "blake2b",
+    "hash_seed": "shared",
+    "kv_managers": {"full_attention": "mine"},
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "enable_chunked_prefill": False,
+    "request_queue": "priority",
+}
+
+
+def value_of(config, name):
+    section = field_sections()[name]
+    return getattr(getattr(config, section) if section else config, name)
+
+
+def as_toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "octavo.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+# -- flat and nested --------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_this_test_covers_every_field():
+    assert list(OTHER_VALUES) == list(field_sections())
+    default = EngineConfig()
+    assert all(value_of(default, name) != value for name, value in OTHER_VALUES.items())
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_every_field_can_be_set_by_its_name_alone(name):
+    config = EngineConfig.from_flat(**{name: OTHER_VALUES[name]})
+    assert value_of(config, name) == OTHER_VALUES[name]
+    default = EngineConfig()
+    for other in OTHER_VALUES:
+        if other != name:
+            assert value_of(config, other) == value_of(default, other)
+
+
+def test_flat_names_and_sections_make_the_same_config():
+    flat = EngineConfig.from_flat(**OTHER_VALUES)
+    nested = EngineConfig(
+        **{name: OTHER_VALUES[name] for name, section in field_sections().items() if section is None},
+        cache=CacheConfig(**{n: OTHER_VALUES[n] for n, section in field_sections().items() if section == "cache"}),
+        scheduler=SchedulerConfig(
+            **{n: OTHER_VALUES[n] for n, section in field_sections().items() if section == "scheduler"}
+        ),
+    )
+    assert flat == nested
+
+
+def test_a_file_with_every_field_makes_the_same_config(write):
+    lines = [f"{name} = {as_toml(OTHER_VALUES[name])}" for name, s in field_sections().items() if s is None]
+    for section in ("cache", "scheduler"):
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {as_toml(OTHER_VALUES[name])}" for name, s in field_sections().items() if s == section]
+    path = write("\n".join(lines))
+    assert tomllib.loads(path.read_text())
+    assert EngineConfig.from_toml(path) == EngineConfig.from_flat(**OTHER_VALUES)
+    assert EngineConfig.from_toml(str(path)) == EngineConfig.from_toml(path)
+
+
+def test_an_empty_file_is_the_default(write):
+    assert EngineConfig.from_toml(write("")) == EngineConfig()
+
+
+def test_files_are_utf_8_whatever_the_locale(write):
+    assert EngineConfig.from_toml(write('model = "模型"')).model == "模型"
+
+
+def test_some_settings_can_be_replaced_and_the_rest_stays():
+    before = EngineConfig.from_flat(block_size=32, max_num_seqs=4, model="m", kv_managers={"full_attention": "a"})
+    after = before.with_settings(block_size=8, seed=3)
+    assert after == EngineConfig.from_flat(
+        block_size=8, max_num_seqs=4, model="m", kv_managers={"full_attention": "a"}, seed=3
+    )
+    assert before.cache.block_size == 32
+    nested = EngineConfig(cache=CacheConfig(block_size=32), scheduler=SchedulerConfig(max_num_seqs=4))
+    assert nested.with_settings(seed=1) == EngineConfig.from_flat(block_size=32, max_num_seqs=4, seed=1)
+    with pytest.raises(ConfigError, match="block_size is 0"):
+        before.with_settings(block_size=0)
+
+
+def test_a_config_cannot_change():
+    config = EngineConfig()
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.seed = 1
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.cache.block_size = 1
+
+
+def test_configs_do_not_share_what_can_change():
+    EngineConfig().cache.kv_managers["full_attention"] = "mine"
+    assert EngineConfig().cache.kv_managers == {}
+
+
+# -- fields -----------------------------------------------------------------------------------------------------
+
+
+def test_no_two_sections_have_a_field_of_the_same_name():
+    sections = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+    own = [name for name in EngineConfig.model_fields if name not in sections]
+    names = [*own, *sections, *(name for section in sections.values() for name in section.model_fields)]
+    assert len(names) == len(set(names))
+    assert len(field_sections()) == len(names) - len(sections)
+
+
+@pytest.mark.parametrize("section", [EngineConfig, CacheConfig, SchedulerConfig])
+def test_every_field_has_a_sentence_for_the_help_and_the_docs(section):
+    for name, field in section.model_fields.items():
+        assert field.description, name
+        assert field.description.rstrip().endswith("."), name
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------
+
+
+def message_of(call, *args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+def test_a_misspelt_setting_is_met_with_the_closest_one():
+    assert message_of(EngineConfig.from_flat, blok_size=16) == (
+        "There is no setting called 'blok_size'. Did you mean 'block_size'?"
+    )
+
+
+def test_a_setting_that_is_like_no_other_is_met_with_all_there_are():
+    assert message_of(EngineConfig.from_flat, zzz=1) == (
+        f"There is no setting called 'zzz'. There are: {', '.join(field_sections())}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("modle = 'm'", "There is no setting called 'modle'. Did you mean 'model'?"),
+        ("[cache]\nblok_size = 1", "There is no setting called 'cache.blok_size'. Did you mean 'block_size'?"),
+        ("[cach]\nblock_size = 1", "There is no setting called 'cach'. Did you mean 'cache'?"),
+        ("block_size = 1", "There is no setting called 'block_size'. 'block_size' stands in the section [cache]."),
+        (
+            "[cache]\nmax_num_seqs = 1",
+            "There is no setting called 'cache.max_num_seqs'. 'max_num_seqs' stands in the section [scheduler].",
+        ),
+        (
+            "[scheduler]\nseed = 1",
+            "There is no setting called 'scheduler.seed'. 'seed' stands at the top, before any section.",
+        ),
+        ("[cache]\nblock_size = 0", "cache.block_size is 0: input should be greater than or equal to 1."),
+        ("cache = 5", "cache is 5: input should be a valid dictionary or instance of CacheConfig."),
+        (
+            "seed = -1\n[cache]\nblock_size = 0",
+            "seed is -1: input should be greater than or equal to 0. "
+            "cache.block_size is 0: input should be greater than or equal to 1.",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_section(write, text, sentence):
+    assert message_of(EngineConfig.from_toml, write(text)) == sentence
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, write):
+    missing = tmp_path / "none.toml"
+    assert message_of(EngineConfig.from_toml, missing).startswith(f"The config file '{missing}' cannot be read: ")
+    path = write("= 5")
+    assert message_of(EngineConfig.from_toml, path).startswith(f"The config file '{path}' cannot be read: Invalid")
+    path.write_bytes(b'model = "\xff"')
+    assert message_of(EngineConfig.from_toml, path).startswith(f"The config file '{path}' cannot be read: 'utf-8'")
+    assert message_of(EngineConfig.from_toml, tmp_path).startswith(f"The config file '{tmp_path}' cannot be read: ")
+
+
+WRONG = {
+    "model": [5, True],
+    "dtype": ["int8", "fp16", None, 16],
+    "device": [0, None],
+    "max_model_len": ["long", "16", 1.5, True, None],
+    "seed": [-1, 2**63, 1.5, "7", True, None],
+    "attention_backend": [None, 5],
+    "model_impl": [None, 5],
+    "block_size": [0, -1, 1025, 16.0, "16", True, None],
+    "num_kv_blocks": [1, 0, -5, True, "8"],
+    "kv_cache_memory_bytes": [0, -1, 1e9, "1GB", True],
+    "gpu_memory_utilization": [0, -0.1, 1.01, math.nan, math.inf, "0.9", True, None],
+    "cpu_memory_share": [0, 1.01, math.nan, "0.9", True, None],
+    "kv_cache_dtype": ["int8", "fp8", None],
+    "enable_prefix_caching": [0, 1, "yes", None],
+    "hash_function": [None, 5],
+    "hash_seed": [5, True],
+    "kv_managers": ["full_attention=mine", 5, None, {"full_attention": 5}, {5: "mine"}],
+    "max_num_seqs": [0, -1, 65537, True, None],
+    "max_num_batched_tokens": [0, -1, True, None],
+    "enable_chunked_prefill": [0, "no", None],
+    "request_queue": [None, 5],
+}
+
+
+def test_every_field_is_tried_with_wrong_values():
+    assert list(WRONG) == list(field_sections())
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_value_that_cannot_be_is_refused_by_name_and_never_turned_into_another(name, value):
+    section = field_sections()[name]
+    path = f"{section}.{name}" if section else name
+    assert message_of(EngineConfig.from_flat, **{name: value}).startswith(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 1),
+        ("block_size", 1024),
+        ("num_kv_blocks", 2),
+        ("gpu_memory_utilization", 1),
+        ("gpu_memory_utilization", 1.0),
+        ("max_num_seqs", 65536),
+        ("max_num_batched_tokens", 1),
+        ("seed", 0),
+        ("max_model_len", "auto"),
+        ("hash_seed", None),
+    ],
+)
+def test_a_value_at_its_limit_is_taken(name, value):
+    assert value_of(EngineConfig.from_flat(**{name: value}), name) == value
