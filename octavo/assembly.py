@@ -21,6 +21,7 @@ from octavo.core.interfaces import (
 )
 from octavo.core.interfaces.attention import reasons_against
 from octavo.core.kv_cache_config import (
+    SHORTEST_REQUEST,
     KVCacheConfig,
     KVCacheGroup,
     RequestCost,
@@ -119,7 +120,8 @@ def build_engine(config: EngineConfig) -> Assembly:
         ModelRunner(model, backends, kv_cache_config, device),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=checkpoint.eos_token_ids,
+        # A file may name ids that its model cannot generate.
+        eos_token_ids=frozenset(token_id for token_id in checkpoint.eos_token_ids if token_id < model.vocab_size),
         seed=config.seed,
         accepts_cache_salts=hash_function.is_collision_resistant,
     )
@@ -215,9 +217,9 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def _check_positions(max_model_len: int | str, model: Model) -> None:
-    if isinstance(max_model_len, int) and not 2 <= max_model_len <= model.max_position:
+    if isinstance(max_model_len, int) and not SHORTEST_REQUEST <= max_model_len <= model.max_position:
         raise ConfigError(
-            f"max_model_len is {max_model_len}; it must be from 2 (a prompt token and a new one) to "
+            f"max_model_len is {max_model_len}; it must be from {SHORTEST_REQUEST} (a prompt token and a new one) to "
             f"{model.max_position}, the longest sequence that the model's positions are made for."
         )
 
@@ -231,7 +233,7 @@ def _num_blocks(
         available = config.cache.kv_cache_memory_bytes
     else:
         available = _available_bytes(config, model, backends, cost, device)
-    shortest = 1 if config.max_model_len == "auto" else config.max_model_len
+    shortest = SHORTEST_REQUEST if config.max_model_len == "auto" else config.max_model_len
     return num_blocks_from_memory(available, cost, shortest)
 
 
@@ -260,7 +262,8 @@ def _max_model_len(config: EngineConfig, model: Model, cost: RequestCost, num_bl
         fits = cost.longest_request(num_blocks - 1, model.max_position)
         if not fits:
             raise NotEnoughMemoryError(
-                f"num_kv_blocks={num_blocks} does not hold a request of a single token.", max_model_len_that_fits=0
+                f"num_kv_blocks={num_blocks} holds no request; a prompt token and a new one take more. Raise it.",
+                max_model_len_that_fits=0,
             )
         return fits
     needed = cost.num_blocks(config.max_model_len)

@@ -62,7 +62,7 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does(tiny_folder):
 
 
 def test_memory_for_not_even_one_block_is_refused(tiny_folder):
-    with pytest.raises(NotEnoughMemoryError, match="requests of up to 0 tokens. Lower block_size"):
+    with pytest.raises(NotEnoughMemoryError, match=r"requests of up to 0 tokens\. Lower block_size"):
         build(tiny_folder, kv_cache_memory_bytes=10)
 
 
@@ -81,9 +81,9 @@ def test_a_length_that_the_models_positions_do_not_allow_is_refused(tiny_folder,
 
 def test_a_misspelt_part_is_named_before_any_weight_is_read(monkeypatch):
     monkeypatch.setattr("octavo.models.checkpoint.open_checkpoint", None)
-    with pytest.raises(PluginNotFound, match="No attention backend is called 'torch_spda'. Did you mean 'torch_sdpa'?"):
+    with pytest.raises(PluginNotFound, match=r"called 'torch_spda'\. Did you mean 'torch_sdpa'\?"):
         build("anything", attention_backend="torch_spda")
-    with pytest.raises(PluginNotFound, match="No request queue is called 'lifo'. Installed: fcfs"):
+    with pytest.raises(PluginNotFound, match=r"No request queue is called 'lifo'\. Installed: fcfs"):
         build("anything", request_queue="lifo")
     with pytest.raises(PluginNotFound, match="No hash function is called 'md5'"):
         build("anything", hash_function="md5")
@@ -107,7 +107,9 @@ def test_a_model_type_without_a_class_is_named_beside_those_that_have_one(tiny_f
         (folder / file.name).write_bytes(file.read_bytes())
     config = (folder / "config.json").read_text().replace('"llama"', '"mamba"')
     (folder / "config.json").write_text(config)
-    with pytest.raises(UnsupportedModelError, match="model_type is 'mamba', and Octavo has llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        UnsupportedModelError, match="model_type is 'mamba', and Octavo has llama, mistral, qwen2, qwen3"
+    ):
         build(folder)
 
 

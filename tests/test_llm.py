@@ -373,7 +373,9 @@ def test_threads_that_share_an_engine_share_its_batches_and_get_their_own_answer
 
 
 def test_an_engine_that_is_simply_dropped_lets_its_process_end(tiny_folder):
-    program = f"from octavo import LLM; print(LLM({str(tiny_folder)!r}, num_kv_blocks=50).generate('a', use_tqdm=False))"
+    program = (
+        f"from octavo import LLM; print(LLM({str(tiny_folder)!r}, num_kv_blocks=50).generate('a', use_tqdm=False))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "RequestOutput" in done.stdout

@@ -13,6 +13,9 @@ from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
 from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
 from octavo.errors import ConfigError, NotEnoughMemoryError
 
+# Tokens: one of the prompt, and a new one.
+SHORTEST_REQUEST = 2
+
 
 @dataclass(frozen=True)
 class KVCacheGroup:
@@ -101,9 +104,9 @@ class RequestCost:
 
     def longest_request(self, num_usable_blocks: int, limit: int) -> int:
         """Return the longest request, in tokens up to `limit`, that `num_usable_blocks` blocks hold; 0 for none."""
-        if self.num_blocks(1) > num_usable_blocks:
+        if self.num_blocks(SHORTEST_REQUEST) > num_usable_blocks:
             return 0
-        fits, too_long = 1, limit + 1
+        fits, too_long = SHORTEST_REQUEST, limit + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             if self.num_blocks(middle) <= num_usable_blocks:

@@ -85,7 +85,7 @@ class Registry:
         if not matches:
             raise PluginNotFound(_not_found(family, name, [plugin.name for plugin in members]))
         own = [plugin for plugin in matches if plugin.is_built_in]
-        if len(matches) == 1 or (own and not package):
+        if len(matches) == 1 or own:
             # A built-in name stays Octavo's, whatever gets installed beside it.
             return own[0] if own else matches[0]
         choices = " or ".join(f"'{plugin.package}:{plugin.name}'" for plugin in matches)
@@ -106,7 +106,8 @@ class Registry:
         plugin = self.find(family, name)
         try:
             loaded: Any = importlib_metadata.EntryPoint(plugin.name, plugin.target, family.group).load()
-        except Exception as cause:
+        # A module that leaves by SystemExit is broken too; it must not take the process with it.
+        except (Exception, SystemExit) as cause:
             raise PluginBroken(
                 f"The {family.label} {plugin} cannot be imported: {type(cause).__name__}: {cause}"
             ) from cause

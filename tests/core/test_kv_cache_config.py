@@ -111,14 +111,14 @@ def test_a_model_without_attention_is_refused():
 @given(
     block_size=st.integers(1, 40),
     num_usable_blocks=st.integers(-2, 12),
-    limit=st.integers(1, 200),
+    limit=st.integers(2, 200),
     manager=st.sampled_from([FullAttentionManager, LastTokensManager]),
     in_flight=st.integers(1, 64),
 )
 def test_the_longest_request_is_what_counting_up_finds(block_size, num_usable_blocks, limit, manager, in_flight):
     spec = FullAttentionSpec(block_size, num_kv_heads=1, head_dim=1, dtype="float32")
     cost = cost_of(spec, 1, manager, in_flight)
-    fitting = [length for length in range(1, limit + 1) if cost.num_blocks(length) <= num_usable_blocks]
+    fitting = [length for length in range(2, limit + 1) if cost.num_blocks(length) <= num_usable_blocks]
     assert cost.longest_request(num_usable_blocks, limit) == max(fitting, default=0)
 
 

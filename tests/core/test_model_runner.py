@@ -241,6 +241,9 @@ def test_the_sampler_knows_the_position_that_the_new_token_will_have():
     last_chunk = make_plan([(3, [6, 7], [1, 2], True)], new_rows=new_rows)
     assert runner.run(last_chunk).token_ids != [8]
     assert runner.run(make_plan([(5, [7], [1, 2], True)], new_rows=[])).token_ids == [8]
+    # Resumed after a preemption, in one chunk that ends with output 0: what is sampled now is output 1.
+    resumed = make_plan([(3, [5, 6, 7], [1, 2], True)], new_rows=new_rows)
+    assert runner.run(resumed).token_ids == [8]
 
 
 # -- layers -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_extending_goes_on_where_it_stopped():
 def test_the_framed_encoding_is_fixed_so_that_keys_outlive_releases():
     assert keys_of([1, 2], root=b"root")[0].hex() == (
         __import__("hashlib")
-        .sha256(bytes.fromhex("04000000" "02000000" "00000000") + b"root" + bytes.fromhex("0100000002000000"))
+        .sha256(bytes.fromhex("040000000200000000000000") + b"root" + bytes.fromhex("0100000002000000"))
         .hexdigest()
     )
 

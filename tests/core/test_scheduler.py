@@ -92,7 +92,7 @@ def test_without_chunked_prefill_a_prompt_longer_than_the_budget_is_refused(make
 
 
 def test_without_chunked_prefill_a_request_that_outgrew_the_budget_still_resumes(make_engine):
-    engine, runner = make_engine(6, 4, max_num_batched_tokens=12, enable_chunked_prefill=False)
+    engine, _runner = make_engine(6, 4, max_num_batched_tokens=12, enable_chunked_prefill=False)
     engine.add_request("a", range(8), greedy(14))
     engine.add_request("b", range(100, 108), greedy(14))
     records = run_to_end(engine)
@@ -122,7 +122,7 @@ def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused_with_both_numbers(
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits(make_engine):
-    engine, runner = make_engine(8, 4, max_num_batched_tokens=8)
+    engine, _runner = make_engine(8, 4, max_num_batched_tokens=8)
     engine.add_request("a", range(16), greedy(8))
     engine.add_request("b", range(100, 120), greedy(1))
     records = run_to_end(engine)
@@ -180,7 +180,7 @@ def test_where_a_layer_does_not_write_before_it_reads_sharing_waits_for_the_next
 
 @pytest.mark.parametrize("length", [3, 4, 5, 9])
 def test_a_preempted_request_resumes_exactly(make_engine, length):
-    engine, runner = make_engine(6, 4)
+    engine, _runner = make_engine(6, 4)
     prompts = {"a": range(length), "b": range(100, 100 + length)}
     for request_id, prompt in prompts.items():
         engine.add_request(request_id, prompt, greedy(14))
@@ -346,7 +346,9 @@ def test_an_aborted_request_leaves_at_once_and_is_reported_once(make_engine):
     assert not engine.abort_request("running")
     assert not engine.abort_request("nobody")
     output = engine.step()
-    assert sorted(r for r, reason in zip(output.request_ids, output.finish_reasons, strict=True) if reason == "abort") == [
+    assert sorted(
+        r for r, reason in zip(output.request_ids, output.finish_reasons, strict=True) if reason == "abort"
+    ) == [
         "running",
         "waiting",
     ]
