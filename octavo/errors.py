@@ -16,7 +16,8 @@ OctavoError
 │   ├── PluginUnsuitable            it works, and cannot serve what it was chosen for
 │   └── NotInstalled                Octavo itself is on the path but not installed
 ├── MissingExtraError (ImportError)      an optional dependency is needed; the message names the extra
-└── EngineClosedError (RuntimeError)     the engine was shut down
+├── StepError (RuntimeError)             the model or a backend raised in the middle of a step, which was undone
+└── EngineClosedError (RuntimeError)     the engine was shut down, or has died
 
 Each message names the thing, the value and the way out.
 """
@@ -97,5 +98,16 @@ class MissingExtraError(OctavoError, ImportError):
     """An optional dependency is not installed."""
 
 
+class StepError(OctavoError, RuntimeError):
+    """The model or an attention backend raised in the middle of a step, which was undone. The cause is attached.
+
+    `request_ids` are those of the step's requests, in order of arrival. They wait to be computed anew.
+    """
+
+    def __init__(self, message: str, *, request_ids: list[str]) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+
+
 class EngineClosedError(OctavoError, RuntimeError):
-    """The engine was used after `shutdown`."""
+    """The engine was used after `shutdown`, or after it died of a fault, which is attached."""

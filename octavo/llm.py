@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from octavo.core.kv_cache_manager import ResetResult
-from octavo.core.outputs import EngineOutput, RequestOutput
+from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import EngineStats
-from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError
-from octavo.output_processor import OutputProcessor, RequestUpdate
+from octavo.engine_thread import EngineThread, Mailbox, naming_the_prompt
+from octavo.errors import ConfigError, InvalidRequestError
+from octavo.output_processor import OutputProcessor
 from octavo.prompts import ParsedPrompt, Prompt, as_params_list, as_prompt_list, parse_prompt
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ Messages = Sequence[Mapping[str, str]]
 class LLM:
     """A model and its engine, in this process.
 
-    Several threads may use one `LLM`: whoever waits for an answer steps the engine for all, so their requests share
-    batches. No signal handler is installed and no global random state is touched.
+    The engine runs in a thread of its own. Several threads may use one `LLM`; their requests share batches. No signal
+    handler is installed and no global random state is touched.
 
     Args:
         model: A folder, a .gguf file, or a name on the Hugging Face hub. None is the packaged demo model.
@@ -49,15 +49,12 @@ class LLM:
             raise ConfigError("Pass either a config or single settings, not both.")
         self.config = config or EngineConfig.from_flat(model=None if model is None else str(model), **settings)
         assembly = build_engine(self.config)
-        self._engine = assembly.engine
         self._tokenizer = assembly.tokenizer
-        self._processor = OutputProcessor(assembly.tokenizer)
+        self._engine_thread = EngineThread(assembly.engine, OutputProcessor(assembly.tokenizer))
+        self._engine = assembly.engine
         self.max_model_len = assembly.engine.max_model_len
-        self._is_closed = False
-        self._numbers = itertools.count()
-        # Guards the engine, the processor and the mailboxes. Held for a step at a time, never while text is handed out.
-        self._lock = threading.RLock()
-        self._mailboxes: dict[str, _Mailbox] = {}
+        # An LLM that is simply dropped, or left to the end of the process, shuts down too.
+        weakref.finalize(self, self._engine_thread.stop)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -83,7 +80,7 @@ class LLM:
         params = as_params_list(sampling_params, len(listed))
         parsed = []
         for index, prompt in enumerate(listed):
-            with _naming_the_prompt(index, len(listed)):
+            with naming_the_prompt(index, len(listed)):
                 parsed.append(parse_prompt(prompt, self._tokenizer))
         return self._run(parsed, params, use_tqdm)
 
@@ -99,28 +96,36 @@ class LLM:
         Raises:
             InvalidRequestError: The messages do not fit the model's chat template, or it has none.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
+        conversations: Sequence[Any] = [messages] if is_one else as_prompt_list(messages)
         params = as_params_list(sampling_params, len(conversations))
         prompts = []
         for index, conversation in enumerate(conversations):
-            with _naming_the_prompt(index, len(conversations)):
-                prompts.append(ParsedPrompt(None, self._encode_chat(conversation)))  # type: ignore[arg-type]
+            with naming_the_prompt(index, len(conversations)):
+                prompts.append(ParsedPrompt(None, self._encode_chat(conversation)))
         return self._run(prompts, params, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Generate for one prompt, yielding its text piece by piece. Leaving the loop early ends the request."""
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+        """Generate for one prompt, yielding its text piece by piece. Leaving the loop early ends the request.
+
+        Raises:
+            InvalidRequestError: The prompt or its parameters cannot be served.
+        """
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be one SamplingParams, not {sampling_params!r:.200}.",
+                parameter="sampling_params",
+            )
         if sampling_params is not None and sampling_params.n != 1:
             raise InvalidRequestError(
                 f"n is {sampling_params.n}, and a stream carries one choice; use generate.", parameter="n"
             )
-        (params,) = as_params_list(sampling_params, 1)
-        parsed = parse_prompt(prompt, self._tokenizer)
-        with self._lock:
-            # Here, so that what is wrong is said by this call; the request itself begins with the first piece.
-            self._check(parsed, params)
-        return self._stream(parsed, params)
+        mailbox = Mailbox(
+            [parse_prompt(prompt, self._tokenizer)], as_params_list(sampling_params, 1), wants_updates=True
+        )
+        return TextStream(self, mailbox)
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> TextStream:
         """Answer one conversation, yielding the text piece by piece."""
         return self.stream(self._encode_chat(messages), sampling_params)
 
@@ -137,24 +142,16 @@ class LLM:
         return self._tokenizer
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine's counters."""
-        with self._lock:
-            return self._engine.stats()
+        """Return a snapshot of the engine's counters, taken between two steps."""
+        return self._engine_thread.call(self._engine.stats)
 
     def reset_prefix_cache(self) -> ResetResult:
         """Forget all cached prefixes. The result is true when that was done, and else has the reason."""
-        with self._lock:
-            return self._engine.reset_prefix_cache()
+        return self._engine_thread.call(self._engine.reset_prefix_cache)
 
     def shutdown(self) -> None:
         """End what is running and let go of the model's memory. Calling it again does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for mailbox in self._mailboxes.values():
-                mailbox.is_closed = True
-            self._engine.shutdown()
+        self._engine_thread.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -174,151 +171,62 @@ class LLM:
     def _run(
         self, prompts: Sequence[ParsedPrompt], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        mailbox = self._submit(prompts, params)
+        mailbox = Mailbox(prompts, params, wants_updates=False)
+        finished: dict[str, RequestOutput] = {}
         try:
+            self._engine_thread.submit(mailbox)
             with _progress_bar(len(prompts)) if use_tqdm and prompts else nullcontext() as bar:
-                while mailbox.waits_for_more:
-                    num_before = len(mailbox.finished)
-                    self._step_for(mailbox)
-                    mailbox.updates.clear()
+                while len(finished) < len(prompts):
+                    output = mailbox.next_news()
+                    assert isinstance(output, RequestOutput)
+                    finished[output.request_id] = output
                     if bar is not None:
-                        bar.update(bar.task_ids[0], advance=len(mailbox.finished) - num_before)
+                        bar.advance(bar.task_ids[0])
         finally:
-            self._close(mailbox)
-        return [mailbox.finished[request_id] for request_id in mailbox.request_ids]
-
-    def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> Iterator[str]:
-        mailbox = self._submit([prompt], [params])
-        try:
-            while mailbox.waits_for_more or mailbox.updates:
-                if not mailbox.updates:
-                    self._step_for(mailbox)
-                updates, mailbox.updates = mailbox.updates, []
-                for update in updates:
-                    if update.new_text:
-                        yield update.new_text
-        finally:
-            self._close(mailbox)
-
-    def _submit(self, prompts: Sequence[ParsedPrompt], params: Sequence[SamplingParams]) -> _Mailbox:
-        """Check all requests, then add all: a list with a wrong prompt leaves nothing behind."""
-        with self._lock:
-            if self._is_closed:
-                raise EngineClosedError("This LLM was shut down; make a new one.")
-            for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-                with _naming_the_prompt(index, len(prompts)):
-                    self._check(prompt, sampling)
-            mailbox = _Mailbox(self._request_ids(prompts))
-            try:
-                for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-                    with _naming_the_prompt(index, len(prompts)):
-                        self._add(mailbox, mailbox.request_ids[index], prompt, sampling)
-            except BaseException:
-                self._close(mailbox)
-                raise
-            return mailbox
-
-    def _check(self, prompt: ParsedPrompt, params: SamplingParams) -> None:
-        self._engine.check_request(
-            "unnamed" if prompt.request_id is None else prompt.request_id,
-            prompt.token_ids,
-            params,
-            priority=prompt.priority,
-            cache_salt=prompt.cache_salt,
-        )
-
-    def _add(self, mailbox: _Mailbox, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
-        core_ids = self._processor.add_request(request_id, prompt.text, prompt.token_ids, params)
-        mailbox.open_ids.add(request_id)
-        self._mailboxes[request_id] = mailbox
-        for choice, core_id in enumerate(core_ids):
-            self._engine.add_request(
-                core_id,
-                prompt.token_ids,
-                params,
-                choice=choice,
-                priority=prompt.priority,
-                cache_salt=prompt.cache_salt,
-            )
-
-    def _request_ids(self, prompts: Sequence[ParsedPrompt]) -> list[str]:
-        """Return each prompt's own id, or one that nobody uses."""
-        taken = {prompt.request_id for prompt in prompts} | self._mailboxes.keys()
-        fresh = (name for name in map("request-{}".format, self._numbers) if name not in taken)
-        return [next(fresh) if prompt.request_id is None else prompt.request_id for prompt in prompts]
-
-    def _step_for(self, mailbox: _Mailbox) -> None:
-        """Step the engine once, unless another thread has brought news for this mailbox meanwhile."""
-        num_news = mailbox.num_news
-        with self._lock:
-            if mailbox.is_closed:
-                raise EngineClosedError("This LLM was shut down while the request was under way.")
-            if mailbox.num_news != num_news or not mailbox.waits_for_more:
-                return
-            self._deliver(self._engine.step())
-
-    def _deliver(self, output: EngineOutput) -> None:
-        step = self._processor.process(output)
-        for core_id in step.core_ids_to_abort:
-            self._engine.abort_request(core_id)
-        for update in step.updates:
-            self._mailboxes[update.request_id].receive(update)
-        for finished in step.finished:
-            self._mailboxes.pop(finished.request_id).finish(finished)
-
-    def _close(self, mailbox: _Mailbox) -> None:
-        """Abort what the caller no longer waits for, and take the engine's last word on it."""
-        with self._lock:
-            for request_id in mailbox.open_ids:
-                for core_id in self._processor.abort(request_id):
-                    self._engine.abort_request(core_id)
-            # Also what a stop string ended: whoever comes next finds an engine without leftovers.
-            self._deliver(self._engine.take_ended())
+            self._engine_thread.close(mailbox)
+        return [finished[request_id] for request_id in mailbox.request_ids]
 
 
-class _Mailbox:
-    """What has arrived for one call of `generate` or `stream`.
+class TextStream(Iterator[str]):
+    """The text of one request, piece by piece.
 
-    Attributes:
-        request_ids: The call's requests, in the order of its prompts.
-        open_ids: Those that have not finished.
-        updates: News that nobody has taken yet.
-        finished: Final outputs, by request id.
-        num_news: Grows with whatever arrives.
-        is_closed: Whether the engine was shut down.
+    `close`, and dropping the stream before its end, end the request.
     """
 
-    def __init__(self, request_ids: list[str]) -> None:
-        self.request_ids = request_ids
-        self.open_ids: set[str] = set()
-        self.updates: list[RequestUpdate] = []
-        self.finished: dict[str, RequestOutput] = {}
-        self.num_news = 0
-        self.is_closed = False
-
-    @property
-    def waits_for_more(self) -> bool:
-        return bool(self.open_ids)
-
-    def receive(self, update: RequestUpdate) -> None:
-        self.updates.append(update)
-        self.num_news += 1
-
-    def finish(self, output: RequestOutput) -> None:
-        self.finished[output.request_id] = output
-        self.open_ids.discard(output.request_id)
-        self.num_news += 1
-
-
-@contextmanager
-def _naming_the_prompt(index: int, num_prompts: int) -> Iterator[None]:
-    """Say which prompt of several an error is about."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if num_prompts == 1:
+    def __init__(self, llm: LLM, mailbox: Mailbox) -> None:
+        # The engine has to outlive whoever still reads from it.
+        self._llm = llm
+        self._engine_thread = llm._engine_thread
+        self._mailbox = mailbox
+        self._is_at_end = False
+        try:
+            self._engine_thread.submit(mailbox)
+        except BaseException:
+            self.close()
             raise
-        raise InvalidRequestError(f"Prompt {index} of {num_prompts}: {error}", parameter=error.parameter) from None
+
+    def __next__(self) -> str:
+        while not self._is_at_end:
+            try:
+                news = self._mailbox.next_news()
+            except BaseException:
+                self.close()
+                raise
+            if isinstance(news, RequestOutput):
+                self._is_at_end = True
+            elif news.new_text:
+                return news.new_text
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the request, if it has not ended; nothing more comes."""
+        self._is_at_end = True
+        self._engine_thread.close(self._mailbox)
+
+    def __del__(self) -> None:
+        # Where the request was never submitted there is nothing to close.
+        if not getattr(self, "_is_at_end", True):
+            self.close()
 
 
 def _progress_bar(num_prompts: int) -> Progress:
@@ -326,6 +234,7 @@ def _progress_bar(num_prompts: int) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
+    # Other output of the process, of other threads too, goes where it went before.
+    bar = Progress(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False)
     bar.add_task("generating", total=num_prompts)
     return bar

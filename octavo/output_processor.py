@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,10 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.detokenizer import IncrementalDetokenizer
 from octavo.errors import InvalidRequestError
 from octavo.stop_strings import StopMatch, StopStringMatcher
+
+logger = logging.getLogger(__name__)
+
+DETOKENIZER_FAILED = "detokenizer_failed"
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class OutputProcessor:
             raise InvalidRequestError(
                 "The model has no tokenizer to make text with; set detokenize=False.", parameter="detokenize"
             )
-        names = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        names = _names(request_id, params.n)
         for name in names:
             if name in self._choices or (name != request_id and name in self._requests):
                 raise InvalidRequestError(
@@ -133,10 +138,15 @@ class OutputProcessor:
             choice.num_cached_tokens = engine_output.num_cached_tokens[entry]
             choice.num_preemptions = engine_output.num_preemptions[entry]
             token_ids, logprobs = engine_output.token_ids_of(entry), engine_output.logprobs[entry]
-            if finish_reason is None:
-                new_text = choice.add(token_ids, logprobs)
-            else:
-                new_text = choice.add_last(token_ids, logprobs, finish_reason, engine_output.stop_reasons[entry])
+            try:
+                if finish_reason is None:
+                    new_text = choice.add(token_ids, logprobs)
+                else:
+                    new_text = choice.add_last(token_ids, logprobs, finish_reason, engine_output.stop_reasons[entry])
+            # A tokenizer is somebody else's code; what it trips over in one answer is not the others' business.
+            except Exception:
+                logger.exception("the text of %s cannot be made", core_id)
+                new_text = choice.fail()
             update = choice.take_update(new_text)
             if update is not None:
                 step.updates.append(update)
@@ -166,6 +176,22 @@ class OutputProcessor:
         if request is None:
             return []
         return [core_id for core_id, choice in request.choices.items() if choice.finish_reason is None]
+
+    def discard(self, request_id: str) -> list[str]:
+        """Forget a request that could not be started after all; return its core ids, for the engine to abort."""
+        request = self._requests.pop(request_id)
+        for core_id in request.choices:
+            del self._choices[core_id]
+        return list(request.choices)
+
+    def request_id_of(self, core_id: str) -> str:
+        """Return the caller's id of a live core request."""
+        return self._choices[core_id].request.request_id
+
+    def is_free(self, request_id: str, num_choices: int) -> bool:
+        """Say whether a request of that id and so many choices could be added."""
+        names = _names(request_id, num_choices)
+        return request_id not in self._requests and not any(map(self._is_taken, names))
 
     def _free_core_id(self, name: str) -> str:
         core_id, attempt = name, 0
@@ -270,6 +296,11 @@ class _Choice:
             self.finish_reason, self.stop_reason = finish_reason, stop_reason
         return shown + self._keep(rest)
 
+    def fail(self) -> str:
+        """End because no more text can be made; return the text left, which is none."""
+        self.finish_reason, self.stop_reason = "error", DETOKENIZER_FAILED
+        return ""
+
     def take_update(self, new_text: str) -> RequestUpdate | None:
         """Return what is new since the last update; None when nothing is."""
         end = len(self._token_ids)
@@ -332,3 +363,8 @@ class _Choice:
         if text:
             self._text_pieces.append(text)
         return text
+
+
+def _names(request_id: str, num_choices: int) -> list[str]:
+    """Return what the core requests of a request are called, by choice."""
+    return [request_id] if num_choices == 1 else [f"{request_id}#{index}" for index in range(num_choices)]

@@ -25,6 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     (
         "octavo.llm",
         "octavo.async_llm",
+        "octavo.engine_thread",
         "octavo.output_processor",
         "octavo.prompts",
         "octavo.detokenizer",

@@ -1,17 +1,20 @@
 """The blocking Python API: what callers pass, what they get, and what is left when they go."""
 
+import _thread
+import gc
 import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from octavo import LLM, EngineConfig, SamplingParams
-from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError
+from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError, StepError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -142,6 +145,25 @@ def test_what_is_wrong_with_a_stream_is_said_by_the_call_itself(llm):
         llm.stream("")
     with pytest.raises(InvalidRequestError, match="not in the vocabulary"):
         llm.stream([5, 512])
+    with pytest.raises(InvalidRequestError, match="must be one SamplingParams"):
+        llm.stream("one", [GREEDY])
+    stream = llm.stream({"prompt": "one", "request_id": "x"}, GREEDY)
+    with pytest.raises(InvalidRequestError, match="The request id 'x' is in use"):
+        llm.stream({"prompt": "one", "request_id": "x"}, GREEDY)
+    stream.close()
+
+
+@pytest.mark.parametrize("messages", [5, [], {"role": "user", "content": "x"}, [[]], iter([]), ["x"], [5]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(InvalidRequestError):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_made_up_ids_do_not_collide_with_choices_of_others(llm):
+    stream = llm.stream({"prompt": "one", "request_id": "request-0#1"}, GREEDY)
+    (output,) = llm.generate("two", SamplingParams(n=2, max_tokens=2), use_tqdm=False)
+    assert len(output.outputs) == 2
+    stream.close()
 
 
 # -- stopping ---------------------------------------------------------------------------------------------------
@@ -265,7 +287,7 @@ def test_a_step_that_fails_is_raised_and_the_engine_goes_on_afterwards(llm, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(TorchSDPABackend, "attend", broken)
-        with pytest.raises(RuntimeError, match="a kernel failed"):
+        with pytest.raises(StepError, match="RuntimeError: a kernel failed"):
             llm.generate("one, two, three, four, five", GREEDY, use_tqdm=False)
     (output,) = llm.generate("one, two, three, four, five", GREEDY, use_tqdm=False)
     assert output.num_cached_tokens == 0
@@ -292,18 +314,122 @@ def test_a_request_whose_logits_are_not_finite_ends_with_an_error_and_its_neighb
     assert ids(llm.generate("good", GREEDY, use_tqdm=False)) == [expected]
 
 
-def test_an_interrupt_leaves_no_request_behind(llm, monkeypatch):
-    from octavo.attention_backends.torch_sdpa import TorchSDPABackend
+def test_a_step_that_fails_ends_the_call_that_came_last_and_the_others_go_on(llm, monkeypatch):
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = "".join(llm.stream("one", long))
+    stream = llm.stream("one", long)
+    pieces = [next(stream)]
 
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
+    from octavo.models.llama import LlamaModel
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchSDPABackend, "attend", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["one", "two"], GREEDY, use_tqdm=False)
-    assert llm.stats().running == llm.stats().waiting == 0
+    forward = LlamaModel.forward
+
+    def failing_on_a_token(self, batch):
+        if (batch.token_ids == 500).any():
+            raise RuntimeError("token 500 is bad luck")
+        return forward(self, batch)
+
+    monkeypatch.setattr(LlamaModel, "forward", failing_on_a_token)
+    with pytest.raises(StepError, match="bad luck"):
+        llm.generate([3, 500, 3], GREEDY, use_tqdm=False)
+    assert "".join([*pieces, *stream]) == expected
+
+
+def test_an_answer_whose_text_cannot_be_made_ends_alone(llm, monkeypatch):
+    (expected,) = texts(llm.generate("good", GREEDY, use_tqdm=False))
+
+    from octavo.models.tokenizer import TextTokenizer
+
+    decode = TextTokenizer.decode
+    (bad_ids,) = ids(llm.generate("bad", GREEDY, use_tqdm=False))
+
+    def failing_on_an_id(self, token_ids, **options):
+        if bad_ids[2] in list(token_ids):
+            raise RuntimeError("no such text")
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(TextTokenizer, "decode", failing_on_an_id)
+    bad, good = llm.generate(["bad", "good"], GREEDY, use_tqdm=False)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("error", "detokenizer_failed")
+    assert texts([good]) == [expected]
+
+
+def test_an_interrupt_leaves_no_request_behind_and_others_do_not_notice(llm):
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    expected = "".join(llm.stream("one", long))
+    stream = llm.stream("one", long)
+    pieces = [next(stream)]
+    interrupts = 0
+    for delay_ms in range(12):
+        timer = threading.Timer(delay_ms / 1000, _thread.interrupt_main)
+        try:
+            timer.start()
+            llm.generate([f"number {i}" for i in range(20)], long, use_tqdm=False)
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            interrupts += 1
+        timer.join()
+    assert interrupts == 12
+    assert "".join([*pieces, *stream]) == expected
     assert len(llm.generate("one", GREEDY, use_tqdm=False)) == 1
+
+
+def test_streams_that_the_garbage_collector_closes_in_the_middle_of_a_step_do_no_harm(llm):
+    (expected,) = ids(llm.generate("one, two, three", GREEDY, use_tqdm=False))
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    threshold = gc.get_threshold()
+    # The collector runs at nearly every allocation, whatever line that is on.
+    gc.set_threshold(5)
+    try:
+        for number in range(30):
+            stream = llm.stream(f"dropped number {number}", long)
+            next(stream)
+            cycle = [stream]
+            cycle.append(cycle)
+            del stream, cycle
+            assert ids(llm.generate("one, two, three", GREEDY, use_tqdm=False)) == [expected]
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+
+
+def test_a_fault_of_the_engine_itself_is_said_to_everybody_and_nobody_hangs(tiny_folder, monkeypatch):
+    from octavo.core.scheduler import Scheduler
+
+    llm = LLM(tiny_folder, num_kv_blocks=50)
+    stream = llm.stream("one", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+
+    def broken(self, plan, result):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Scheduler, "update_from_output", broken)
+    with pytest.raises(EngineClosedError, match="has died of a fault: ZeroDivisionError: a bug"):
+        list(stream)
+    with pytest.raises(EngineClosedError, match="has died"):
+        llm.generate("two", GREEDY, use_tqdm=False)
+    llm.shutdown()
+
+
+def test_output_of_others_goes_where_it_went_while_a_progress_bar_is_shown(llm, capsys):
+    stop = threading.Event()
+
+    def chatter():
+        while not stop.is_set():
+            print("another thread")
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=chatter)
+    thread.start()
+    try:
+        llm.generate(["one", "two"], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    finally:
+        stop.set()
+        thread.join()
+    shown = capsys.readouterr()
+    assert "another thread" in shown.out
+    assert "another thread" not in shown.err
 
 
 # -- life -------------------------------------------------------------------------------------------------------
@@ -311,13 +437,16 @@ def test_an_interrupt_leaves_no_request_behind(llm, monkeypatch):
 
 def test_shutting_down_twice_is_fine_and_using_it_afterwards_is_not(make_llm, tiny_folder):
     with make_llm(tiny_folder, num_kv_blocks=50) as llm:
-        stream = llm.stream("one", GREEDY)
         llm.generate("one", GREEDY, use_tqdm=False)
     llm.shutdown()
-    with pytest.raises(EngineClosedError, match="shut down"):
-        llm.generate("one", GREEDY, use_tqdm=False)
-    with pytest.raises(EngineClosedError):
-        next(stream)
+    for call in (
+        lambda: llm.generate("one", GREEDY, use_tqdm=False),
+        lambda: llm.stream("one", GREEDY),
+        llm.stats,
+        llm.reset_prefix_cache,
+    ):
+        with pytest.raises(EngineClosedError, match="This LLM was shut down; make a new one"):
+            call()
 
 
 def test_a_stream_under_way_when_the_engine_shuts_down_says_so_and_leaves_nothing(make_llm, tiny_folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import StepPlan, StepResult
-from octavo.errors import EngineClosedError, InvalidRequestError
+from octavo.errors import EngineClosedError, InvalidRequestError, StepError
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_REQUEST_ID_CHARS = 512
@@ -83,11 +84,11 @@ class EngineCore:
             InvalidRequestError: The request cannot be served as asked. Nothing has changed.
         """
         self._open_runner()
-        self.check_request(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        token_ids = self.check_request(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
         arrival = self._num_arrivals
         request = Request(
             request_id,
-            prompt_token_ids,
+            token_ids,
             params,
             max_model_len=self.max_model_len,
             arrival=arrival,
@@ -108,8 +109,12 @@ class EngineCore:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> None:
-        """Raise InvalidRequestError for a request that cannot be served as asked."""
+    ) -> list[int]:
+        """Return the prompt's token ids as plain numbers.
+
+        Raises:
+            InvalidRequestError: The request cannot be served as asked.
+        """
         if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise _invalid("request_id", f"text of 1 to {MAX_REQUEST_ID_CHARS} characters", request_id)
         if not isinstance(params, SamplingParams):
@@ -122,10 +127,11 @@ class EngineCore:
                 "by priority; leave it at 0, or choose a queue that does.",
                 parameter="priority",
             )
-        self._check_prompt(prompt_token_ids)
+        token_ids = self._checked_prompt(prompt_token_ids)
         self._check_stop_ids(params)
         self._check_salt(cache_salt)
-        self.scheduler.check_admissible(len(prompt_token_ids))
+        self.scheduler.check_admissible(len(token_ids))
+        return token_ids
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; its last output, with the reason "abort", comes with the next step.
@@ -142,18 +148,26 @@ class EngineCore:
     def step(self) -> EngineOutput:
         """Compute one step and return what it brought.
 
+        An interrupt in the middle may leave the engine in an undefined state; `LLM` steps it in a thread of its own,
+        where Python raises none.
+
         Raises:
             EngineClosedError: After `shutdown`.
-            Exception: What the model or a backend raised. The step is undone: its requests wait to be computed
-                anew, and the caller may step again or abort them.
+            StepError: The model or a backend raised. The step is undone: its requests wait to be computed anew, and
+                the caller may step again or abort them.
         """
         runner = self._open_runner()
         plan = self.scheduler.schedule()
         try:
             result = runner.run(plan)
-        except BaseException:
-            self.scheduler.roll_back(plan)
-            raise
+        except BaseException as cause:
+            request_ids = self.scheduler.roll_back(plan)
+            if not isinstance(cause, Exception):
+                raise
+            raise StepError(
+                f"A step of {plan.num_tokens} tokens failed and was undone: {type(cause).__name__}: {cause}",
+                request_ids=request_ids,
+            ) from cause
         return self.scheduler.update_from_output(plan, result)
 
     def take_ended(self) -> EngineOutput:
@@ -177,7 +191,7 @@ class EngineCore:
             raise EngineClosedError("The engine was shut down; make a new one.")
         return self.runner
 
-    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
             raise _invalid("prompt_token_ids", "a list of token ids", prompt_token_ids)
         if not prompt_token_ids:
@@ -189,18 +203,29 @@ class EngineCore:
                 "max_model_len.",
                 parameter="prompt",
             )
-        for position, token_id in enumerate(prompt_token_ids):
-            if not _is_id(token_id, self.vocab_size):
+        token_ids = []
+        for position, given in enumerate(prompt_token_ids):
+            token_id = _as_id(given, self.vocab_size)
+            if token_id is None:
                 raise InvalidRequestError(
-                    f"Token id {token_id!r} at position {position} of the prompt is not in the vocabulary; ids are "
+                    f"Token id {given!r} at position {position} of the prompt is not in the vocabulary; ids are "
                     f"whole numbers from 0 to {self.vocab_size - 1}.",
                     parameter="prompt_token_ids",
                 )
+            token_ids.append(token_id)
+        return token_ids
 
     def _check_stop_ids(self, params: SamplingParams) -> None:
         for token_id in params.stop_token_ids or ():
-            if not _is_id(token_id, self.vocab_size):
+            if _as_id(token_id, self.vocab_size) is None:
                 raise _invalid("stop_token_ids", f"ids from 0 to {self.vocab_size - 1}", token_id)
+        stops = set(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        if params.min_tokens and len(stops) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, and every token id would stop the request before it; leave some "
+                "out of stop_token_ids.",
+                parameter="stop_token_ids",
+            )
 
     def _check_salt(self, cache_salt: str | None) -> None:
         if cache_salt is None:
@@ -217,9 +242,14 @@ class EngineCore:
             )
 
 
-def _is_id(token_id: Any, vocab_size: int) -> bool:
-    is_whole = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
-    return is_whole and 0 <= token_id < vocab_size
+def _as_id(given: Any, vocab_size: int) -> int | None:
+    """Return a token id as a plain number; None when it is none of this vocabulary."""
+    try:
+        token_id = operator.index(given)
+    # Also what an object of someone else's raises from its own __index__.
+    except Exception:
+        return None
+    return token_id if 0 <= token_id < vocab_size and not isinstance(given, bool) else None
 
 
 def _invalid(parameter: str, wanted: str, value: Any) -> InvalidRequestError:

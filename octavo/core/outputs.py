@@ -89,7 +89,8 @@ class CompletionOutput:
         finish_reason: "stop" (end of sequence, stop id or stop string), "length", "abort" or "error"; None while the
             choice goes on.
         stop_reason: The stop string or stop token id that ended it; "kv_cache_full" with "length", where the request
-            filled the KV cache alone; "non_finite_logits" with "error"; None for end of sequence.
+            filled the KV cache alone; "non_finite_logits" or "detokenizer_failed" with "error"; None for end of
+            sequence.
     """
 
     index: int

@@ -159,16 +159,20 @@ class Scheduler:
                 self._release(request)
         return output
 
-    def roll_back(self, plan: StepPlan) -> None:
+    def roll_back(self, plan: StepPlan) -> list[str]:
         """Undo a plan whose step failed: its requests give their blocks back and wait to be computed anew.
 
         What the step was to write may be written in part, so nothing that was registered for it stays findable.
+
+        Returns:
+            The requests' ids, in order of arrival.
         """
-        for entry in reversed(range(plan.num_entries)):
-            request = self._owner(plan, entry)
-            if request is not None:
-                self._put_back_in_line(request)
+        owners = [self._owner(plan, entry) for entry in range(plan.num_entries)]
+        requests = sorted((request for request in owners if request is not None), key=lambda request: request.arrival)
+        for request in reversed(requests):
+            self._put_back_in_line(request)
         self.kv_cache_manager.commit_step()
+        return [request.request_id for request in requests]
 
     # -- state, for whoever watches -----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.outputs import EngineOutput
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.scheduler import Scheduler
+from octavo.errors import EngineClosedError
 from octavo.testing.hashing_runner import HashingRunner
 
 if TYPE_CHECKING:
@@ -134,7 +136,10 @@ def assert_pool_is_sound(pool: BlockPool) -> None:
 
 def assert_llm_is_idle(llm: LLM) -> None:
     """Check that neither the engine nor what stands around it remembers a request."""
+    # Behind everything that callers have asked for so far, closed streams included.
+    with suppress(EngineClosedError):
+        llm._engine_thread.call(lambda: None)
     assert_nothing_leaks(llm._engine)
-    assert not llm._mailboxes
-    assert not llm._processor.has_unfinished
-    assert not llm._processor.live_core_ids
+    assert not llm._engine_thread._mailboxes
+    assert not llm._engine_thread._processor.has_unfinished
+    assert not llm._engine_thread._processor.live_core_ids

@@ -3,10 +3,11 @@
 import contextlib
 import random
 
+import numpy as np
 import pytest
 
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import EngineClosedError, InvalidRequestError
+from octavo.errors import EngineClosedError, InvalidRequestError, StepError
 from octavo.testing.engines import Finished, assert_pool_is_sound, collect, run_to_end
 from octavo.testing.hashing_runner import expected_tokens
 
@@ -63,6 +64,28 @@ def test_a_wrong_argument_is_named(make_engine, arguments, parameter):
     with pytest.raises(InvalidRequestError, match=parameter) as caught:
         engine.add_request(**call)
     assert caught.value.parameter == parameter
+
+
+def test_ids_may_be_of_any_whole_number_type_and_what_only_looks_like_one_is_refused(make_engine):
+    engine, _ = make_engine()
+    engine.add_request("numpy", list(np.arange(3)), GREEDY)
+    assert run_to_end(engine)["numpy"].token_ids == expected_tokens(range(3), 4, 1000)
+
+    class Odd:
+        def __index__(self) -> int:
+            raise RuntimeError("not today")
+
+    for odd in (np.array([1, 2]), Odd(), np.float32(1)):
+        with pytest.raises(InvalidRequestError, match="at position 1 of the prompt is not in the vocabulary"):
+            engine.add_request("odd", [1, odd], GREEDY)
+
+
+def test_stops_that_leave_no_token_for_min_tokens_are_refused(make_engine):
+    engine, _ = make_engine(eos_token_ids=frozenset({0}))
+    with pytest.raises(InvalidRequestError, match="min_tokens is 1, and every token id would stop the request"):
+        engine.add_request("r", [1], SamplingParams(min_tokens=1, stop_token_ids=range(1, 1000)))
+    engine.add_request("r", [1], SamplingParams(min_tokens=1, stop_token_ids=range(2, 1000), max_tokens=1))
+    assert len(run_to_end(engine)["r"].token_ids) == 1
 
 
 def test_salts_are_refused_where_collisions_can_be_constructed(make_engine):
@@ -144,7 +167,7 @@ def random_trace(engine, runner, rng, num_requests):
             engine.abort_request(rng.choice(list(asked)))
         if rng.random() < 0.04:
             runner.fail_next = RuntimeError("a step fails")
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(StepError):
             collect(records, engine.step())
         runner.fail_next = None
         assert_pool_is_sound(engine.scheduler.kv_cache_manager.pool)

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.core.kv_cache_manager import Fit
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, StepError
 from octavo.testing.engines import Finished, collect, run_to_end
 from octavo.testing.hashing_runner import expected_tokens
 
@@ -400,8 +400,10 @@ def test_when_a_step_fails_half_way_nothing_of_it_is_reused(make_engine):
     engine.add_request("a", range(13), greedy())
     engine.add_request("b", [*range(12), 70, 71], greedy())
     runner.fail_next = RuntimeError("the device is gone")
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(StepError, match="RuntimeError: the device is gone") as caught:
         engine.step()
+    assert caught.value.request_ids == ["a", "b"]
+    assert isinstance(caught.value.__cause__, RuntimeError)
     assert engine.stats().running == 0
     assert engine.stats().waiting == 2
     assert engine.scheduler.kv_cache_manager.pool.num_cached_blocks == 0
@@ -421,7 +423,7 @@ def test_a_step_that_fails_in_the_middle_of_an_answer_doubles_and_loses_no_token
             break
         if step % 3 == 2:
             runner.fail_next = RuntimeError("now and then")
-            with pytest.raises(RuntimeError, match="now and then"):
+            with pytest.raises(StepError, match="now and then"):
                 engine.step()
         else:
             collect(records, engine.step())
