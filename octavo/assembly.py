@@ -92,9 +92,11 @@ def build_engine(config: EngineConfig) -> Assembly:
     backend_name, backends = _backends(registry, config.attention_backend, attention_specs)
 
     groups = make_groups(model.kv_cache_specs(block_size=block_size, kv_dtype=kv_dtype))
+    _check_kinds(config.cache.kv_managers, groups)
     manager_classes = tuple(_manager_class(registry, config.cache.kv_managers, group.spec) for group in groups)
     cost = RequestCost(groups, manager_classes, config.scheduler.max_num_batched_tokens)
     kv_cache_config = KVCacheConfig(_num_blocks(config, model, backends, cost, device), groups)
+    _check_size(kv_cache_config, device)
     max_model_len = _max_model_len(config, model, cost, kv_cache_config.num_blocks)
     _log_choices(config, backend_name, device, dtype, kv_cache_config, max_model_len)
 
@@ -121,7 +123,7 @@ def build_engine(config: EngineConfig) -> Assembly:
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         # A file may name ids that its model cannot generate.
-        eos_token_ids=frozenset(token_id for token_id in checkpoint.eos_token_ids if token_id < model.vocab_size),
+        eos_token_ids=frozenset(token_id for token_id in checkpoint.eos_token_ids if 0 <= token_id < model.vocab_size),
         seed=config.seed,
         accepts_cache_salts=hash_function.is_collision_resistant,
     )
@@ -198,6 +200,16 @@ def _manager_class(registry: Registry, choices: dict[str, str], spec: KVCacheSpe
     return manager_class
 
 
+def _check_kinds(choices: dict[str, str], groups: Sequence[KVCacheGroup]) -> None:
+    kinds = [group.spec.kind for group in groups]
+    for kind in choices:
+        if kind not in kinds:
+            raise ConfigError(
+                f"kv_managers chooses '{choices[kind]}' for the kind {kind!r}, and the model's layers keep: "
+                f"{', '.join(kinds)}."
+            )
+
+
 def _hasher(config: EngineConfig, hash_function: HashFunction, groups: Sequence[KVCacheGroup]) -> PrefixHasher | None:
     if not config.cache.enable_prefix_caching:
         return None
@@ -221,6 +233,20 @@ def _check_positions(max_model_len: int | str, model: Model) -> None:
         raise ConfigError(
             f"max_model_len is {max_model_len}; it must be from {SHORTEST_REQUEST} (a prompt token and a new one) to "
             f"{model.max_position}, the longest sequence that the model's positions are made for."
+        )
+
+
+def _check_size(kv_cache_config: KVCacheConfig, device: str) -> None:
+    """Refuse a size that was asked for and that no memory of this device could hold."""
+    from octavo.core import memory
+
+    total = memory.total_bytes(device)
+    if kv_cache_config.total_bytes > total:
+        raise NotEnoughMemoryError(
+            f"A KV cache of {kv_cache_config.num_blocks} blocks takes {kv_cache_config.total_bytes} bytes "
+            f"({format_bytes(kv_cache_config.total_bytes)}), and {device} has {total} bytes ({format_bytes(total)}) in "
+            "all. Lower num_kv_blocks or kv_cache_memory_bytes, or leave both out.",
+            max_model_len_that_fits=0,
         )
 
 

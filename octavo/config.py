@@ -107,9 +107,11 @@ class EngineConfig(_Section):
             ConfigError: The file cannot be read, or holds something else than settings.
         """
         try:
-            return cls._validated(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
+            nested = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        # A ValueError is a path with a null byte in it, a file that is not UTF-8, or one that is not TOML.
+        except (OSError, ValueError) as cause:
             raise ConfigError(f"The config file {str(path)!r} cannot be read: {cause}.") from cause
+        return cls._validated(nested)
 
     def with_settings(self, **fields: Any) -> EngineConfig:
         """Return a config with some fields, named as in `from_flat`, changed.

@@ -95,6 +95,21 @@ def test_a_kv_manager_can_be_chosen_by_the_kind_of_spec(tiny_folder):
         build(tiny_folder, num_kv_blocks=20, kv_managers={"full_attention": "mine"})
 
 
+def test_a_kind_that_the_model_does_not_have_is_no_choice(tiny_folder):
+    with pytest.raises(
+        ConfigError, match="chooses 'x' for the kind 'nope', and the model's layers keep: full_attention"
+    ):
+        build(tiny_folder, num_kv_blocks=20, kv_managers={"nope": "x"})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_kv_blocks": 10**13}, {"kv_cache_memory_bytes": 10**19}, {"num_kv_blocks": 2**70}]
+)
+def test_a_size_that_no_memory_holds_is_refused_before_it_is_taken(tiny_folder, settings):
+    with pytest.raises(NotEnoughMemoryError, match="Lower num_kv_blocks or kv_cache_memory_bytes"):
+        build(tiny_folder, **settings)
+
+
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         build(tmp_path / "nowhere")

@@ -263,3 +263,8 @@ def test_a_value_that_cannot_be_is_refused_by_name_and_never_turned_into_another
 )
 def test_a_value_at_its_limit_is_taken(name, value):
     assert value_of(EngineConfig.from_flat(**{name: value}), name) == value
+
+
+def test_a_path_that_no_file_can_have_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        EngineConfig.from_toml("/no\0pe")

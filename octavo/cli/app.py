@@ -1,5 +1,6 @@
 """The commands, put together: how they are found, and how their errors are shown."""
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -46,10 +47,19 @@ def root(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; return the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character shows a question mark, and the answer goes on.
+            stream.reconfigure(errors="replace")
     try:
         app(args=list(arguments), prog_name="octavo")
     except OctavoError as error:
         print(f"octavo: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except OSError as error:
+        # The disk is full, or the terminal is gone. What is buffered cannot be written any more.
+        sys.stdout = None
+        print(f"octavo: writing the answer failed: {error}", file=sys.stderr)
         return EXIT_ERROR
     except SystemExit as end:
         # So typer ends, whether the command succeeded, was used wrongly, or was interrupted.

@@ -11,6 +11,7 @@ from octavo.cli.options import with_engine_options
 from octavo.cli.sampling import IgnoreEos, MaxTokens, MinP, MinTokens, Stop, Temperature, TopK, TopP
 from octavo.config import EngineConfig
 from octavo.core.sampling_params import SamplingParams
+from octavo.errors import InvalidRequestError
 
 
 @with_engine_options
@@ -39,7 +40,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_standard_input() if prompt == "-" else prompt
     # Imported here, after the flags are known to be right.
     from octavo.llm import LLM
 
@@ -51,3 +52,14 @@ def generate(
         for piece in llm.stream(text, params):
             print(piece, end="", flush=True)
         print()
+
+
+def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise InvalidRequestError("There is no standard input to read the prompt from.", parameter="prompt")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"Standard input is not text in {sys.stdin.encoding}: {error}.", parameter="prompt"
+        ) from None

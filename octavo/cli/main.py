@@ -2,6 +2,9 @@
 
 import sys
 
+# What shells expect of a program that was interrupted: 128 + SIGINT.
+EXIT_INTERRUPTED = 130
+
 
 def main() -> None:
     """Run the command that the arguments name, and exit."""
@@ -12,6 +15,10 @@ def main() -> None:
 
         print(f"octavo {__version__}")
         return
-    from octavo.cli.app import run
+    try:
+        from octavo.cli.app import run
 
-    sys.exit(run(arguments))
+        sys.exit(run(arguments))
+    except KeyboardInterrupt:
+        # Before the command line's own handling is there: while it is imported.
+        sys.exit(EXIT_INTERRUPTED)

@@ -62,6 +62,13 @@ def accelerator_kv_cache_bytes(
     return int(memory.total() * utilization) - memory.used_by_others() - peak
 
 
+def total_bytes(device: str) -> int:
+    """Return all memory of a device."""
+    if device == "cpu":
+        return int(psutil.virtual_memory().total)
+    return CudaMemory(device).total()
+
+
 def cpu_kv_cache_bytes(share: float) -> int:
     """Return `share` of the memory that is free now, weights being loaded.
 

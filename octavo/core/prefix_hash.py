@@ -28,7 +28,8 @@ def hash_root(hash_function: HashFunction, seed: str | None) -> bytes:
         seed: The same text gives the same root everywhere, which sharing a cache between processes needs.
             None makes a random root, so that nobody outside the process can predict a key.
     """
-    return hash_function.digest(b"octavo prefix root\0" + (os.urandom(32) if seed is None else seed.encode()))
+    source = os.urandom(32) if seed is None else seed.encode("utf-8", "surrogatepass")
+    return hash_function.digest(b"octavo prefix root\0" + source)
 
 
 def hash_seed_from_environment() -> str | None:

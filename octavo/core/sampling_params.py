@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from numbers import Integral, Real
 from typing import Any
 
 from octavo.errors import InvalidRequestError
@@ -22,6 +24,17 @@ MAX_COUNT = 2**63 - 1
 
 # Below this, dividing logits by the temperature overflows float32; the result is the greedy one anyway.
 GREEDY_TEMPERATURE = 1e-5
+
+
+_WHOLE_NUMBERS = {
+    "n": (1, MAX_N),
+    "top_k": (-1, MAX_COUNT),
+    "seed": (0, MAX_SEED),
+    "max_tokens": (1, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "logprobs": (0, MAX_LOGPROBS),
+}
+_OPTIONAL = ("seed", "max_tokens", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +84,17 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_real("temperature", self.temperature, low=0.0)
-        _check_real("top_p", self.top_p, above=0.0, high=1.0)
-        _check_int("top_k", self.top_k, -1, MAX_COUNT)
-        _check_real("min_p", self.min_p, low=0.0, high=1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        for name, (smallest, largest) in _WHOLE_NUMBERS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                self._set(name, _whole(name, getattr(self, name), smallest, largest))
+        self._set("temperature", _real("temperature", self.temperature, low=0.0))
+        self._set("top_p", _real("top_p", self.top_p, above=0.0, high=1.0))
+        self._set("min_p", _real("min_p", self.min_p, low=0.0, high=1.0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}; lower one.",
                 parameter="min_tokens",
             )
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in (
             "ignore_eos",
             "skip_reading_prefix_cache",
@@ -98,13 +105,17 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         # Tuples, so that a caller's list can change without changing a request that is under way.
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
                 "stop strings need text, and detokenize is False; use stop_token_ids, or set detokenize=True.",
                 parameter="stop",
             )
+
+    def _set(self, name: str, value: Any) -> None:
+        # Only while it is made: afterwards an instance is frozen, and may be shared by requests.
+        object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -116,9 +127,10 @@ class SamplingParams:
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "a string or a list of strings")
+    wanted = "a string or a list of strings"
+    strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, wanted, MAX_STOP_STRINGS)
     if len(strings) > MAX_STOP_STRINGS:
-        raise _refusal("stop", f"at most {MAX_STOP_STRINGS} strings", str(len(strings)))
+        raise _refusal("stop", f"at most {MAX_STOP_STRINGS} strings", "more")
     for string in strings:
         if not isinstance(string, str) or not string:
             raise _wrong("stop", string, "strings that are not empty")
@@ -130,47 +142,53 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
-    ids = _as_tuple("stop_token_ids", token_ids, "a list of token ids")
+    ids = _as_tuple("stop_token_ids", token_ids, "a list of token ids", MAX_STOP_TOKEN_IDS)
     if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise _refusal("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", str(len(ids)))
+        raise _refusal("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", "more")
     for token_id in ids:
-        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        _whole("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
     return tuple(int(token_id) for token_id in ids)
 
 
-def _as_tuple(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
+def _as_tuple(name: str, values: Any, wanted: str, most: int) -> tuple[Any, ...]:
+    """Return the values, one too many where there are more than `most`: an iterable may have no end."""
     if values is None:
         return ()
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
         raise _wrong(name, values, wanted)
-    return tuple(values)
+    return tuple(islice(values, most + 1))
 
 
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    # bool is an int to Python; n=True is a mistake all the same.
-    is_int = isinstance(value, int) and not isinstance(value, bool)
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    # Of any type, such as numpy's. bool is an int to Python; n=True is a mistake all the same.
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
     if not (is_int and low <= value <= high):
         raise _wrong(name, value, f"a whole number from {low} to {high}")
+    return int(value)
 
 
-def _check_real(
+def _real(
     name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
-) -> None:
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Positive form: every comparison with NaN is false, so NaN fails here. And no conversion, which would overflow
-    # for a whole number that is larger than any float.
+) -> float:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_real else math.nan
+    except OverflowError:
+        # A whole number larger than any float.
+        number = math.inf
+    # Positive form: every comparison with NaN is false, so NaN fails here.
     inside = (
-        is_real
-        and abs(value) <= sys.float_info.max
-        and (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
+        math.isfinite(number)
+        and (low is None or number >= low)
+        and (above is None or number > above)
+        and (high is None or number <= high)
     )
     if not inside:
         limits = [f"from {low:g}" if low is not None else f"above {above:g}"]
         if high is not None:
             limits.append(f"up to {high:g}")
         raise _wrong(name, value, "a finite number " + " ".join(limits))
+    return number
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:

@@ -7,7 +7,7 @@ a twentieth of one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any
 
@@ -15,9 +15,14 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import InvalidRequestError
+
+# A rendered conversation has no more characters, and nothing in between more items.
+MAX_CHARS = 10_000_000
+_SMALL = 1000
 
 
 class ChatTemplate:
@@ -29,15 +34,20 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`. `special_tokens` are variables that templates write out, such as bos_token."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        environment = _Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            # Constants are not worked out while compiling, where the sandbox does not look.
+            optimized=False,
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        # Beside its own errors, Jinja lets through what Python makes of code that is too deep or too large.
+        except Exception as error:
             raise InvalidRequestError(
                 f"The model's chat template is not valid Jinja: {error}. Write the prompt out as text instead.",
                 parameter="messages",
@@ -52,9 +62,10 @@ class ChatTemplate:
         """
         checked = _checked(messages)
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=checked, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
             )
+            return _joined(pieces)
         # A template is a program; what it trips over in these messages may be of any kind.
         except Exception as error:
             raise InvalidRequestError(
@@ -98,6 +109,35 @@ def _checked_message(index: int, message: Mapping[str, str]) -> dict[str, str]:
             ) from error
     # Plain strings: a subclass could bring methods into the sandbox.
     return {str.__str__(key): str.__str__(value) for key, value in message.items()}
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Return the pieces as one text, unless that gets out of hand."""
+    kept, num_chars = [], 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > MAX_CHARS:
+            raise ValueError(f"it writes more than {MAX_CHARS} characters")
+        kept.append(piece)
+    return "".join(kept)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Refuses the two operators with which a short template makes something huge."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (_is_small(left) and _is_small(right)):
+            raise ValueError(f"it raises numbers beyond {_SMALL}")
+        for factor, other in ((left, right), (right, left)):
+            if isinstance(factor, Sized) and isinstance(other, int) and len(factor) * other > MAX_CHARS:
+                raise ValueError(f"it repeats something to more than {MAX_CHARS} items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _is_small(number: Any) -> bool:
+    return isinstance(number, (int, float)) and abs(number) <= _SMALL
 
 
 class _GenerationTag(jinja2.ext.Extension):

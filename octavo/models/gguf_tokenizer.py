@@ -61,6 +61,8 @@ def _split(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
     return build
 
 
+MAX_TOKEN_CHARS = 4096
+
 _LLAMA3 = _PreTokenizer(_split(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True)
 _QWEN2 = _PreTokenizer(_split(_QWEN2_SPLIT), normalizer=normalizers.NFC)
 PRE_TOKENIZERS = {
@@ -234,6 +236,9 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[
     index_of = {token: index for index, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
+        if len(token) > MAX_TOKEN_CHARS:
+            # Looking at all its cuts takes quadratic time; as a token of a real vocabulary it does not occur.
+            raise ValueError(f"a token has {len(token)} characters, more than {MAX_TOKEN_CHARS}")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in index_of and right in index_of:

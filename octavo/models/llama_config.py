@@ -224,6 +224,17 @@ def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -
     return value
 
 
+# Far above what any model has. A file with a larger number is broken, and acting on it would take memory for nothing.
+_LARGEST = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "head_dim": 1 << 16,
+}
+_LARGEST_ELSEWHERE = 2**31 - 1
+
+
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
@@ -231,6 +242,9 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> i
         raise CheckpointError(f"The config lacks {key!r}, which every model of its kind needs.")
     if type(value) is not int or value < 0:
         raise CheckpointError(f"The config gives {_shortened(value)} as {key}; it has to be a whole number.")
+    largest = _LARGEST.get(key, _LARGEST_ELSEWHERE)
+    if value > largest:
+        raise CheckpointError(f"The config gives {_shortened(value)} as {key}; no model has more than {largest}.")
     return value
 
 

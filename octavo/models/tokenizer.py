@@ -71,6 +71,7 @@ class TextTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         text = self._compiled_template.render(messages)
+        _check_text(text)
         # The template has written all special tokens, BOS included.
         return self._backend.encode(text, add_special_tokens=False).ids
 
@@ -112,6 +113,11 @@ def add_around_every_text(backend: tokenizers.Tokenizer, *, before: str | None, 
     pieces = ["$A", *([after] if after else [])]
     pieces = [before, *pieces] if before else pieces
     ids = [(token, backend.token_to_id(token)) for token in (before, after) if token]
+    for token, token_id in ids:
+        if token_id is None:
+            raise CheckpointError(
+                f"The tokenizer is to put {token!r} around every text, and has no such token. Fetch the files again."
+            )
     backend.post_processor = TemplateProcessing(single=pieces, pair=[*pieces, "$B"], special_tokens=ids)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -382,3 +383,42 @@ def test_conversations_do_not_share_their_messages():
     first.start_over()
     assert first.messages == second.messages == []
     assert first.messages is not second.messages
+
+
+def test_input_that_cannot_be_read_is_one_line(fake_llm, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["generate", "-"]) == 2
+    assert_one_line(capsys, "There is no standard input")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert run(["generate", "-"]) == 2
+    assert_one_line(capsys, "Standard input is not text in utf-8")
+
+
+def test_output_that_cannot_be_written_is_one_line(tiny_folder):
+    command = [sys.executable, "-m", "octavo", "generate", "one", "--model", str(tiny_folder), "--num-kv-blocks", "20"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("octavo: writing the answer failed: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(tiny_folder):
+    command = [sys.executable, "-c", "from octavo.cli.app import run; run(['--version']); print('h\u00e9')"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1] == "h?"
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_no_traceback(monkeypatch):
+    class Interrupting:
+        def find_spec(self, name, path=None, target=None):
+            if name == "octavo.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "octavo.cli.app")
+    monkeypatch.setattr("sys.meta_path", [Interrupting(), *sys.meta_path])
+    monkeypatch.setattr("sys.argv", ["octavo", "generate", "x"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130

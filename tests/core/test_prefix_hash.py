@@ -93,6 +93,7 @@ def test_roots_are_random_unless_a_seed_fixes_them():
     assert hash_root(function, None) != hash_root(function, None)
     assert hash_root(function, "7") == hash_root(function, "7")
     assert hash_root(function, "7") != hash_root(function, "8")
+    assert len(hash_root(function, "\ud800")) == 32
     # The documented value, which other programs can reproduce.
     assert hash_root(function, "7") == function.digest(b"octavo prefix root\0" + b"7")
 

@@ -1,8 +1,10 @@
 """What a request may ask for: every field, at its limits and past them."""
 
 import dataclasses
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 from octavo.core.sampling_params import SamplingParams
@@ -126,12 +128,12 @@ def test_a_wrong_value_is_refused_by_an_error_that_names_the_field(field, value)
         ),
         ({"logprobs": 21}, "logprobs must be a whole number from 0 to 20, not 21."),
         ({"detokenize": 0}, "detokenize must be True or False, not 0."),
-        ({"stop": ["x"] * 33}, "stop must be at most 32 strings, not 33."),
+        ({"stop": ["x"] * 33}, "stop must be at most 32 strings, not more."),
         ({"stop": "x" * 1025}, "stop must be strings of at most 1024 characters, not one of 1025."),
         ({"stop": ["a", ""]}, "stop must be strings that are not empty, not ''."),
         ({"stop": 5}, "stop must be a string or a list of strings, not 5."),
         ({"stop": "a \ud800"}, r"stop must be text without lone surrogates, not 'a \ud800'."),
-        ({"stop_token_ids": range(1025)}, "stop_token_ids must be at most 1024 ids, not 1025."),
+        ({"stop_token_ids": range(1025)}, "stop_token_ids must be at most 1024 ids, not more."),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be a whole number from 0 to 2147483647, not -1."),
         ({"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids, not '12'."),
         (
@@ -184,3 +186,18 @@ def test_one_instance_can_serve_many_requests_for_nobody_can_change_it():
 def test_fields_are_given_by_name():
     with pytest.raises(TypeError):
         SamplingParams(4)
+
+
+def test_a_list_without_an_end_is_refused_too():
+    with pytest.raises(InvalidRequestError, match="at most 32 strings"):
+        SamplingParams(stop=itertools.repeat("a"))
+    with pytest.raises(InvalidRequestError, match="at most 1024 ids"):
+        SamplingParams(stop_token_ids=itertools.count())
+
+
+def test_numbers_may_be_numpys_and_are_plain_ones_afterwards():
+    params = SamplingParams(n=np.int64(2), temperature=np.float32(0.5), top_k=np.int32(3), stop_token_ids=np.arange(2))
+    assert [type(value) for value in (params.n, params.temperature, params.top_k)] == [int, float, int]
+    assert params.stop_token_ids == (0, 1)
+    with pytest.raises(InvalidRequestError, match="temperature must be a finite number"):
+        SamplingParams(temperature=np.float32("nan"))

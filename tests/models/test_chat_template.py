@@ -69,3 +69,23 @@ def test_messages_are_plain_strings_inside_a_template() -> None:
 
     with pytest.raises(InvalidRequestError, match="danger"):
         render("{{ messages[0].content.danger() }}", [{"role": "user", "content": Tricky("x")}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 3 ** (10 ** 8) }}",
+        "{{ 'a' * 3000000000 }}",
+        "{{ 3000000000 * [1] }}",
+        "{% for i in range(90000) %}{{ 'abcdefghij' * 100 }}{% endfor %}",
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    ],
+)
+def test_a_template_that_makes_something_huge_or_is_too_deep_is_refused_quickly(source: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        render(source)
+
+
+def test_small_products_and_powers_are_allowed() -> None:
+    assert render("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 6 * 7 }}") == "---102442"
