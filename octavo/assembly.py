@@ -78,6 +78,10 @@ def build_engine(config: EngineConfig) -> Assembly:
     hash_function: HashFunction = registry.load(HASH_FUNCTIONS, config.cache.hash_function)()
     if config.attention_backend != "auto":
         registry.load(ATTENTION_BACKENDS, config.attention_backend)
+    if config.model_impl != "auto":
+        registry.load(MODELS, config.model_impl)
+    for manager in config.cache.kv_managers.values():
+        registry.load(KV_MANAGERS, manager)
 
     checkpoint = open_checkpoint(config.model)
     device = _device(config.device)
@@ -144,7 +148,7 @@ def _device(device: str) -> str:
         raise ConfigError(f"device is {device!r}, which torch does not know: {str(cause).splitlines()[0]}") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, and torch sees no GPU here; set device='cpu' or leave it at 'auto'.")
-    if kind not in ("cpu", "cuda"):
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and device != "cpu"):
         raise ConfigError(f"device is {device!r}; Octavo runs on 'cpu' and on 'cuda' devices.")
     return device
 

@@ -44,7 +44,8 @@ class CacheConfig(_Section):
     """Makes the keys the same in every process. None takes PYTHONHASHSEED where that fixes a seed, else a
     random one."""
     kv_managers: dict[str, str] = Field(default_factory=dict)
-    """KV-cache managers by the kind of spec they serve, where the default one is not wanted."""
+    """KV-cache managers by the kind of spec they serve, where the default one is not wanted. As a flag:
+    kind=name,kind=name."""
 
 
 class SchedulerConfig(_Section):
@@ -73,7 +74,8 @@ class EngineConfig(_Section):
     """Tokens in the longest request, prompt and output together. "auto" is as long as the model's positions and the
     KV cache allow."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """What the seeds of requests that have none are derived from."""
+    """Requests that have no seed of their own get one that follows from this and their order of arrival: the same seed,
+    the same tokens. It matters where the temperature is above 0."""
     attention_backend: str = "auto"
     """Name of the attention backend; "auto" chooses among Octavo's own."""
     model_impl: str = "auto"
@@ -146,6 +148,9 @@ def _sentence(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal", "int", "constrained")))
     if error["type"] == "extra_forbidden":
         return _unknown(name)
+    # Names are unique over all sections, so the name alone is what flags and keyword arguments are called too.
+    section, _, name_in_section = name.partition(".")
+    name = name_in_section if section in ("cache", "scheduler") and name_in_section else name
     return f"{name} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
 
 
@@ -155,7 +160,7 @@ def _unknown(name: str) -> str:
     plain = name.rpartition(".")[2]
     if plain in sections:
         place = f"in the section [{sections[plain]}]" if sections[plain] else "at the top, before any section"
-        return f"There is no setting called {name!r}. {plain!r} stands {place}."
+        return f"{plain!r} belongs {place}."
     names = [*sections, *dict.fromkeys(section for section in sections.values() if section)]
     return f"There is no setting called {name!r}.{_suggest(plain, names)}"
 

@@ -262,6 +262,10 @@ class EngineThread:
                 self._close(mailbox)
             self._why_closed = "This LLM was shut down; make a new one."
             self._engine.shutdown()
+            # Not at the top: with it comes torch, which has long been loaded when an engine stops.
+            from octavo.core.memory import give_back_freed_memory
+
+            give_back_freed_memory()
         self._must_stop = True
 
     def _closed_error(self) -> EngineClosedError:

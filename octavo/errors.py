@@ -5,16 +5,16 @@ OctavoError
 ├── ConfigError (ValueError)             the engine was configured with something that cannot work
 │   └── NotEnoughMemoryError             the KV cache that was asked for does not fit
 ├── ModelError                           a model cannot be found, read or served
-│   ├── ModelNotFoundError
+│   ├── ModelNotFoundError               nothing is at the path, and the name cannot be fetched
 │   ├── CheckpointError                  files are missing, truncated, or of an unreadable kind
 │   └── UnsupportedModelError            the files are fine; nothing here can run this model
-├── PluginError
-│   ├── PluginNotFound              nothing is registered under the name
-│   ├── PluginBroken                it is registered, and importing it failed
+├── PluginError                          something is wrong with a plugin, or with the choice of one
+│   ├── PluginNotFound                   nothing is registered under the name
+│   ├── PluginBroken                     it is registered, and importing it failed
 │   ├── PluginContractError              it was imported, and is not what its family asks for
-│   ├── PluginConflict              two packages claim one name
-│   ├── PluginUnsuitable            it works, and cannot serve what it was chosen for
-│   └── NotInstalled                Octavo itself is on the path but not installed
+│   ├── PluginConflict                   two packages claim one name
+│   ├── PluginUnsuitable                 it works, and cannot serve what it was chosen for
+│   └── NotInstalled                     Octavo itself is on the path but not installed
 ├── MissingExtraError (ImportError)      an optional dependency is needed; the message names the extra
 ├── StepError (RuntimeError)             the model or a backend raised in the middle of a step, which was undone
 └── EngineClosedError (RuntimeError)     the engine was shut down, or has died

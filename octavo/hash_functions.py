@@ -3,8 +3,7 @@
 import hashlib
 from typing import ClassVar
 
-from octavo.core.interfaces import HashFunction
-from octavo.core.interfaces.hash_function import Encoding
+from octavo.core.interfaces import Encoding, HashFunction
 from octavo.errors import MissingExtraError
 
 
@@ -38,7 +37,8 @@ class Xxh3(HashFunction):
             from xxhash import xxh3_128_digest
         except ImportError:
             raise MissingExtraError(
-                f"The hash function {type(self).__name__} needs xxhash; install it with: pip install 'octavo[xxhash]'"
+                "The hash functions xxh3_128 and xxh3_128_cbor need xxhash; install it with: "
+                "pip install 'octavo[xxhash]'"
             ) from None
         self._digest = xxh3_128_digest
 

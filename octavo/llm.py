@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,6 +48,13 @@ class LLM:
 
         if config is not None and (model is not None or settings):
             raise ConfigError("Pass either a config or single settings, not both.")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config must be an EngineConfig, not {config!r:.200}; EngineConfig.from_toml reads one from a file."
+            )
+        for name in settings:
+            if name in SamplingParams.__dataclass_fields__ and name not in EngineConfig.model_fields:
+                raise ConfigError(f"{name} is no setting of the engine; it belongs in SamplingParams.")
         self.config = config or EngineConfig.from_flat(model=None if model is None else str(model), **settings)
         assembly = build_engine(self.config)
         self._tokenizer = assembly.tokenizer
@@ -96,7 +104,9 @@ class LLM:
         Raises:
             InvalidRequestError: The messages do not fit the model's chat template, or it has none.
         """
-        is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
+        is_one = isinstance(messages, str) or (
+            isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
+        )
         conversations: Sequence[Any] = [messages] if is_one else as_prompt_list(messages)
         params = as_params_list(sampling_params, len(conversations))
         prompts = []
@@ -115,6 +125,12 @@ class LLM:
             raise InvalidRequestError(
                 f"sampling_params must be one SamplingParams, not {sampling_params!r:.200}.",
                 parameter="sampling_params",
+            )
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], Integral):
+            raise InvalidRequestError("A stream takes one prompt; use generate for a list of them.", parameter="prompt")
+        if sampling_params is not None and not sampling_params.detokenize:
+            raise InvalidRequestError(
+                "A stream carries text, and detokenize is False; use generate.", parameter="detokenize"
             )
         if sampling_params is not None and sampling_params.n != 1:
             raise InvalidRequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict
 
 from octavo.core.interfaces import Tokenizer
@@ -58,7 +59,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         raise InvalidRequestError(
             f"prompts must be a prompt or a list of them, not {prompts!r:.200}.", parameter="prompt"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
 
@@ -69,10 +70,14 @@ def as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, num
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if not isinstance(params, Sequence) or len(params) != num_prompts:
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise InvalidRequestError(
-            f"There are {num_prompts} prompts and {len(params) if isinstance(params, Sequence) else params!r} "
-            "SamplingParams; pass one for all, or one for each.",
+            f"sampling_params must be a SamplingParams, or a list with one for each prompt, not {params!r:.200}.",
+            parameter="sampling_params",
+        )
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"There are {num_prompts} prompts and {len(params)} SamplingParams; pass one for all, or one for each.",
             parameter="sampling_params",
         )
     return list(params)
@@ -89,8 +94,9 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None) -> ParsedPrompt:
     if isinstance(prompt, Mapping):
         unknown = [key for key in prompt if key not in _KEYS]
         if unknown:
+            hint = " Messages go to chat." if unknown[0] in ("role", "content") else ""
             raise InvalidRequestError(
-                f"A prompt has no key {unknown[0]!r}; there are: {', '.join(_KEYS)}.", parameter=str(unknown[0])
+                f"A prompt has no key {unknown[0]!r}; there are: {', '.join(_KEYS)}.{hint}", parameter=str(unknown[0])
             )
         if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(

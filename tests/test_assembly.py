@@ -87,6 +87,10 @@ def test_a_misspelt_part_is_named_before_any_weight_is_read(monkeypatch):
         build("anything", request_queue="lifo")
     with pytest.raises(PluginNotFound, match="No hash function is called 'md5'"):
         build("anything", hash_function="md5")
+    with pytest.raises(PluginNotFound, match="No model is called 'lama'"):
+        build("anything", model_impl="lama")
+    with pytest.raises(PluginNotFound, match="No KV-cache manager is called 'mine'"):
+        build("anything", kv_managers={"full_attention": "mine"})
 
 
 def test_a_kv_manager_can_be_chosen_by_the_kind_of_spec(tiny_folder):
@@ -96,10 +100,8 @@ def test_a_kv_manager_can_be_chosen_by_the_kind_of_spec(tiny_folder):
 
 
 def test_a_kind_that_the_model_does_not_have_is_no_choice(tiny_folder):
-    with pytest.raises(
-        ConfigError, match="chooses 'x' for the kind 'nope', and the model's layers keep: full_attention"
-    ):
-        build(tiny_folder, num_kv_blocks=20, kv_managers={"nope": "x"})
+    with pytest.raises(ConfigError, match="for the kind 'nope', and the model's layers keep: full_attention"):
+        build(tiny_folder, num_kv_blocks=20, kv_managers={"nope": "full_attention"})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,12 @@ def test_a_model_type_without_a_class_is_named_beside_those_that_have_one(tiny_f
 
 @pytest.mark.parametrize(
     ("device", "sentence"),
-    [("gpu", "torch does not know"), ("cuda", "torch sees no GPU here"), ("meta", "runs on 'cpu' and on 'cuda'")],
+    [
+        ("gpu", "torch does not know"),
+        ("cuda", "torch sees no GPU here"),
+        ("meta", "runs on 'cpu' and on 'cuda'"),
+        ("cpu:7", "runs on 'cpu'"),
+    ],
 )
 def test_a_device_that_cannot_be_used_is_refused(tiny_folder, device, sentence):
     with pytest.raises(ConfigError, match=sentence):

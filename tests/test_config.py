@@ -178,21 +178,21 @@ def test_a_setting_that_is_like_no_other_is_met_with_all_there_are():
         ("modle = 'm'", "There is no setting called 'modle'. Did you mean 'model'?"),
         ("[cache]\nblok_size = 1", "There is no setting called 'cache.blok_size'. Did you mean 'block_size'?"),
         ("[cach]\nblock_size = 1", "There is no setting called 'cach'. Did you mean 'cache'?"),
-        ("block_size = 1", "There is no setting called 'block_size'. 'block_size' stands in the section [cache]."),
+        ("block_size = 1", "'block_size' belongs in the section [cache]."),
         (
             "[cache]\nmax_num_seqs = 1",
-            "There is no setting called 'cache.max_num_seqs'. 'max_num_seqs' stands in the section [scheduler].",
+            "'max_num_seqs' belongs in the section [scheduler].",
         ),
         (
             "[scheduler]\nseed = 1",
-            "There is no setting called 'scheduler.seed'. 'seed' stands at the top, before any section.",
+            "'seed' belongs at the top, before any section.",
         ),
-        ("[cache]\nblock_size = 0", "cache.block_size is 0: input should be greater than or equal to 1."),
+        ("[cache]\nblock_size = 0", "block_size is 0: input should be greater than or equal to 1."),
         ("cache = 5", "cache is 5: input should be a valid dictionary or instance of CacheConfig."),
         (
             "seed = -1\n[cache]\nblock_size = 0",
             "seed is -1: input should be greater than or equal to 0. "
-            "cache.block_size is 0: input should be greater than or equal to 1.",
+            "block_size is 0: input should be greater than or equal to 1.",
         ),
     ],
 )
@@ -241,9 +241,7 @@ def test_every_field_is_tried_with_wrong_values():
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_value_that_cannot_be_is_refused_by_name_and_never_turned_into_another(name, value):
-    section = field_sections()[name]
-    path = f"{section}.{name}" if section else name
-    assert message_of(EngineConfig.from_flat, **{name: value}).startswith(path)
+    assert message_of(EngineConfig.from_flat, **{name: value}).startswith((f"{name} is ", f"{name}."))
 
 
 @pytest.mark.parametrize(

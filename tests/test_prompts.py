@@ -143,10 +143,16 @@ def test_one_params_serves_all_prompts_and_a_list_serves_them_in_order():
 
 @pytest.mark.parametrize(
     ("params", "found"),
-    [([SamplingParams()], "1"), ([SamplingParams()] * 3, "3"), ([], "0"), (5, "5"), ({"n": 2}, "{'n': 2}")],
+    [([SamplingParams()], "1"), ([SamplingParams()] * 3, "3"), ([], "0")],
 )
 def test_another_number_of_params_than_of_prompts_is_refused_with_both(params, found):
     with pytest.raises(InvalidRequestError) as caught:
         as_params_list(params, 2)
     assert str(caught.value) == f"There are 2 prompts and {found} SamplingParams; pass one for all, or one for each."
     assert caught.value.parameter == "sampling_params"
+
+
+@pytest.mark.parametrize("params", [5, {"n": 2}, [{"n": 2}, {"n": 1}], "greedy"])
+def test_what_is_no_params_is_refused(params):
+    with pytest.raises(InvalidRequestError, match="sampling_params must be a SamplingParams, or a list with one"):
+        as_params_list(params, 2)

@@ -37,15 +37,18 @@ def chat(
         if message is not None:
             conversation.say(message)
             return
+        if sys.stdin.isatty():
+            print(f"Talking to {config.model or 'the demo model'}. {COMMANDS}", file=sys.stderr)
         while (line := _read_line()) is not None:
             if line == "/new":
                 conversation.start_over()
+            elif line.startswith("/"):
+                print(f"octavo: there is no command {line.split()[0]}. {COMMANDS}", file=sys.stderr)
             elif line:
-                try:
-                    conversation.say(line)
-                except InvalidRequestError as error:
-                    print(f"octavo: {error}", file=sys.stderr)
+                conversation.try_to_say(line)
 
+
+COMMANDS = "/new starts over, /quit leaves."
 
 StreamChat = Callable[[list[dict[str, str]], SamplingParams], Iterable[str]]
 
@@ -62,8 +65,19 @@ class Conversation:
     def start_over(self) -> None:
         self.messages = list(self._opening)
 
+    def try_to_say(self, text: str) -> None:
+        """As `say`, but a turn that is refused or interrupted leaves the conversation as it was before."""
+        try:
+            self.say(text)
+        except InvalidRequestError as error:
+            print(f"octavo: {error} /new starts over.", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("octavo: interrupted; the turn is forgotten", file=sys.stderr)
+
     def say(self, text: str) -> None:
         """Send one message and print the answer as it is made."""
+        if not text.strip():
+            raise InvalidRequestError("The message is empty.", parameter="messages")
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = []
         try:

@@ -17,7 +17,7 @@ from octavo.errors import InvalidRequestError
 @with_engine_options
 def generate(
     *,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input, less a final newline.")],
     config: EngineConfig,
     max_tokens: MaxTokens = 128,
     min_tokens: MinTokens = 0,
@@ -58,7 +58,8 @@ def _read_standard_input() -> str:
     if sys.stdin is None:
         raise InvalidRequestError("There is no standard input to read the prompt from.", parameter="prompt")
     try:
-        return sys.stdin.read()
+        # The newline that echo and editors put at the end would be part of the prompt.
+        return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"Standard input is not text in {sys.stdin.encoding}: {error}.", parameter="prompt"

@@ -42,7 +42,7 @@ def make_config(path: Path | None, given: dict[str, Any]) -> EngineConfig:
 
 
 def _config_option() -> inspect.Parameter:
-    option = typer.Option("--config", help="A TOML file with settings; flags go before it.")
+    option = typer.Option("--config", help="A TOML file with settings; flags override it.")
     return _parameter("config_file", Annotated[Path | None, option])
 
 

@@ -199,8 +199,8 @@ class EngineCore:
         if len(prompt_token_ids) >= self.max_model_len:
             raise InvalidRequestError(
                 f"The prompt has {len(prompt_token_ids)} tokens, and max_model_len={self.max_model_len} leaves room "
-                f"for prompts of at most {self.max_model_len - 1} and one new token. Shorten it, or raise "
-                "max_model_len.",
+                f"for prompts of at most {self.max_model_len - 1} and one new token. Shorten it; a longer "
+                "max_model_len takes a model and a KV cache that allow it.",
                 parameter="prompt",
             )
         token_ids = []

@@ -146,7 +146,10 @@ def _stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise _refusal("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", "more")
     for token_id in ids:
-        _whole("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        if not _is_whole(token_id, 0, MAX_TOKEN_ID):
+            raise _refusal(
+                "stop_token_ids", f"a list of whole numbers from 0 to {MAX_TOKEN_ID}", f"one with {_shown(token_id)}"
+            )
     return tuple(int(token_id) for token_id in ids)
 
 
@@ -160,11 +163,14 @@ def _as_tuple(name: str, values: Any, wanted: str, most: int) -> tuple[Any, ...]
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
-    # Of any type, such as numpy's. bool is an int to Python; n=True is a mistake all the same.
-    is_int = isinstance(value, Integral) and not isinstance(value, bool)
-    if not (is_int and low <= value <= high):
+    if not _is_whole(value, low, high):
         raise _wrong(name, value, f"a whole number from {low} to {high}")
     return int(value)
+
+
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    # Of any type, such as numpy's. bool is an int to Python; n=True is a mistake all the same.
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
 def _real(
@@ -192,12 +198,15 @@ def _real(
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    return _refusal(name, wanted, _shown(value))
+
+
+def _shown(value: Any) -> str:
     try:
-        shown = repr(value)[:200]
+        return repr(value)[:200]
     except ValueError:
         # Python refuses to write out thousands of digits.
-        shown = "a number of thousands of digits"
-    return _refusal(name, wanted, shown)
+        return "a number of thousands of digits"
 
 
 def _refusal(name: str, wanted: str, found: str) -> InvalidRequestError:

@@ -126,6 +126,7 @@ def _fetch(name: str) -> Path:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelNotFoundError(
             f"There is no file or folder {name!r} (seen from {Path.cwd()}), and fetching the model of that name from "
-            f"the Hugging Face hub failed: {reason} Check the name and the network, or give the path of a local copy."
+            f"the Hugging Face hub failed: {reason.rstrip('.')}. Check the name and the network, or give the path of a "
+            "local copy."
         ) from error
     return Path(folder)

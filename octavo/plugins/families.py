@@ -1,4 +1,7 @@
-"""The families of plugins: one row an extension point. Group, config field, folder and docs page share the name."""
+"""The families of plugins: one row an extension point.
+
+A family's entry-point group, and the folder or module with Octavo's own members, share a name.
+"""
 
 from dataclasses import dataclass
 

@@ -182,7 +182,7 @@ def assert_one_line(capsys, start):
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
-        (["generate", "x", "--block-size", "0"], "cache.block_size is 0: "),
+        (["generate", "x", "--block-size", "0"], "block_size is 0: "),
         (["generate", "x", "--dtype", "int8"], "dtype is 'int8': "),
         (["generate", "x", "--top-p", "0"], "top_p must be "),
         (["generate", "x", "--temperature", "nan"], "temperature must be "),
@@ -293,10 +293,10 @@ def test_sampling_flags_reach_the_request(fake_llm):
     )
 
 
-def test_a_dash_reads_the_prompt_from_standard_input_as_it_is(fake_llm, monkeypatch):
+def test_a_dash_reads_the_prompt_from_standard_input_less_a_final_newline(fake_llm, monkeypatch):
     type_in(monkeypatch, "  two\nlines\n")
     assert run(["generate", "-"]) == 0
-    assert fake_llm.made[0].asked[0][0] == "  two\nlines\n"
+    assert fake_llm.made[0].asked[0][0] == "  two\nlines"
 
 
 def test_json_is_the_whole_result_and_nothing_else(fake_llm, capsys):
@@ -350,7 +350,7 @@ def test_a_turn_that_is_refused_is_reported_and_the_conversation_goes_on_without
     assert run(["chat"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "answer 1\nanswer 3\n"
-    assert captured.err == "octavo: The prompt has 9 tokens; shorten it.\n"
+    assert captured.err == "octavo: The prompt has 9 tokens; shorten it. /new starts over.\n"
     assert contents(fake_llm.made[0].asked[-1][0]) == ["one", "answer 1", "two"]
 
 
@@ -422,3 +422,23 @@ def test_an_interrupt_while_the_command_line_is_imported_is_no_traceback(monkeyp
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
+
+
+def test_an_interrupted_turn_is_forgotten_and_the_conversation_goes_on(capsys):
+    def interrupted(messages, params):
+        yield "half an"
+        raise KeyboardInterrupt
+
+    conversation = Conversation(interrupted, SamplingParams(), None)
+    conversation.try_to_say("hello")
+    assert conversation.messages == []
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("half an\n", "octavo: interrupted; the turn is forgotten\n")
+
+
+def test_words_with_a_slash_are_commands_and_never_messages(fake_llm, monkeypatch, capsys):
+    type_in(monkeypatch, "/help me\n/quit\n")
+    assert run(["chat"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "octavo: there is no command /help. /new starts over, /quit leaves.\n"
+    assert shown.out == ""

@@ -134,7 +134,10 @@ def test_a_wrong_value_is_refused_by_an_error_that_names_the_field(field, value)
         ({"stop": 5}, "stop must be a string or a list of strings, not 5."),
         ({"stop": "a \ud800"}, r"stop must be text without lone surrogates, not 'a \ud800'."),
         ({"stop_token_ids": range(1025)}, "stop_token_ids must be at most 1024 ids, not more."),
-        ({"stop_token_ids": [-1]}, "stop_token_ids must be a whole number from 0 to 2147483647, not -1."),
+        (
+            {"stop_token_ids": [-1]},
+            "stop_token_ids must be a list of whole numbers from 0 to 2147483647, not one with -1.",
+        ),
         ({"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids, not '12'."),
         (
             {"min_tokens": 9, "max_tokens": 8},

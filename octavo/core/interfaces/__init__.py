@@ -1,7 +1,7 @@
 """The contracts that plugin authors import. Nothing here imports torch."""
 
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
-from octavo.core.interfaces.hash_function import HashFunction
+from octavo.core.interfaces.hash_function import Encoding, HashFunction
 from octavo.core.interfaces.kv_cache_manager import BlockSource, SingleTypeKVCacheManager
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, Tokenizer
@@ -15,6 +15,7 @@ __all__ = [
     "AttentionSpec",
     "BlockSource",
     "Checkpoint",
+    "Encoding",
     "ForwardBatch",
     "FullAttentionSpec",
     "HashFunction",
