@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,15 +15,21 @@ from octavo.core.stats import EngineStats
 from octavo.engine_thread import EngineThread, Mailbox, naming_the_prompt
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.output_processor import OutputProcessor
-from octavo.prompts import ParsedPrompt, Prompt, as_params_list, as_prompt_list, parse_prompt
+from octavo.prompts import (
+    Messages,
+    ParsedPrompt,
+    Prompt,
+    as_conversation_list,
+    as_params_list,
+    as_prompt_list,
+    parse_prompt,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from octavo.config import EngineConfig
     from octavo.core.interfaces import Tokenizer
-
-Messages = Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -104,10 +109,7 @@ class LLM:
         Raises:
             InvalidRequestError: The messages do not fit the model's chat template, or it has none.
         """
-        is_one = isinstance(messages, str) or (
-            isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
-        )
-        conversations: Sequence[Any] = [messages] if is_one else as_prompt_list(messages)
+        conversations = as_conversation_list(messages)
         params = as_params_list(sampling_params, len(conversations))
         prompts = []
         for index, conversation in enumerate(conversations):
@@ -121,25 +123,9 @@ class LLM:
         Raises:
             InvalidRequestError: The prompt or its parameters cannot be served.
         """
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise InvalidRequestError(
-                f"sampling_params must be one SamplingParams, not {sampling_params!r:.200}.",
-                parameter="sampling_params",
-            )
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], Integral):
-            raise InvalidRequestError("A stream takes one prompt; use generate for a list of them.", parameter="prompt")
-        if sampling_params is not None and not sampling_params.detokenize:
-            raise InvalidRequestError(
-                "A stream carries text, and detokenize is False; use generate.", parameter="detokenize"
-            )
-        if sampling_params is not None and sampling_params.n != 1:
-            raise InvalidRequestError(
-                f"n is {sampling_params.n}, and a stream carries one choice; use generate.", parameter="n"
-            )
-        mailbox = Mailbox(
-            [parse_prompt(prompt, self._tokenizer)], as_params_list(sampling_params, 1), wants_updates=True
-        )
-        return TextStream(self, mailbox)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        _check_stream(prompt, params)
+        return TextStream(self, Mailbox([parse_prompt(prompt, self._tokenizer)], [params], wants_updates=True))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> TextStream:
         """Answer one conversation, yielding the text piece by piece."""
@@ -243,6 +229,22 @@ class TextStream(Iterator[str]):
         # Where the request was never submitted there is nothing to close.
         if not getattr(self, "_is_at_end", True):
             self.close()
+
+
+def _check_stream(prompt: Prompt, params: SamplingParams) -> None:
+    """Raise InvalidRequestError for what `generate` takes and a stream of one text cannot carry."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params must be one SamplingParams, not {params!r:.200}.", parameter="sampling_params"
+        )
+    if len(as_prompt_list(prompt)) > 1:
+        raise InvalidRequestError("A stream takes one prompt; use generate for a list of them.", parameter="prompt")
+    if not params.detokenize:
+        raise InvalidRequestError(
+            "A stream carries text, and detokenize is False; use generate.", parameter="detokenize"
+        )
+    if params.n != 1:
+        raise InvalidRequestError(f"n is {params.n}, and a stream carries one choice; use generate.", parameter="n")
 
 
 def _progress_bar(num_prompts: int) -> Progress:

@@ -30,6 +30,7 @@ class TokensPrompt(TypedDict, total=False):
     priority: int
 
 
+Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 _KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt", "priority")
@@ -62,6 +63,15 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def as_conversation_list(messages: Any) -> list[Any]:
+    """Return the conversations one by one, whether one was given, as a list of messages, or a list of them."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if is_list and messages and not isinstance(messages[0], Mapping):
+        return as_prompt_list(messages)
+    # Also what is no conversation at all: the chat template says what is wrong with it.
+    return [messages]
 
 
 def as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
