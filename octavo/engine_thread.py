@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from octavo.core.engine_core import EngineCore
 from octavo.core.outputs import EngineOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import EngineClosedError, InvalidRequestError, StepError
 from octavo.output_processor import OutputProcessor, RequestUpdate
 from octavo.prompts import ParsedPrompt
+
+if TYPE_CHECKING:
+    from octavo.assembly import Assembly
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +66,25 @@ class Mailbox:
 
 
 class EngineThread:
-    """Runs an engine for any number of callers.
+    """Makes an engine and runs it for any number of callers.
+
+    The engine is made in its thread too, so that PyTorch computes in no other: with OpenMP each thread that computes
+    gets a team of its own, and as soon as all teams together have more threads than there are cores, they wait for
+    work asleep instead of awake. Steps of the demo model took 48 ms so, instead of 30.
 
     Args:
-        engine: Nobody else may call it from now on.
-        processor: Nor this.
+        build: Makes the engine.
+
+    Attributes:
+        assembly: The engine and what stands around it. Only this thread may call the engine.
+
+    Raises:
+        Exception: Whatever `build` raised.
     """
 
-    def __init__(self, engine: EngineCore, processor: OutputProcessor) -> None:
-        self._engine = engine
-        self._processor = processor
+    assembly: Assembly
+
+    def __init__(self, build: Callable[[], Assembly]) -> None:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Each request that is under way, and where its news go.
         self._mailboxes: dict[str, Mailbox] = {}
@@ -83,8 +94,15 @@ class EngineThread:
         # Why nothing is served any more, and what it came of; None while all is well.
         self._why_closed: str | None = None
         self._cause: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        is_built: Future[None] = Future()
+        self._thread = threading.Thread(target=self._start, args=(build, is_built), name="octavo-engine", daemon=True)
         self._thread.start()
+        try:
+            is_built.result()
+        except BaseException:
+            # Also an interrupt: then the thread ends as soon as the engine is made.
+            self._inbox.put(self._stop)
+            raise
 
     # -- called from any thread ---------------------------------------------------------------------------------
 
@@ -130,6 +148,17 @@ class EngineThread:
             self._thread.join(STOP_TIMEOUT_SECONDS)
 
     # -- in the thread ------------------------------------------------------------------------------------------
+
+    def _start(self, build: Callable[[], Assembly], is_built: Future[None]) -> None:
+        try:
+            self.assembly = build()
+        except BaseException as error:
+            is_built.set_exception(error)
+            return
+        self._engine = self.assembly.engine
+        self._processor = OutputProcessor(self.assembly.tokenizer)
+        is_built.set_result(None)
+        self._run()
 
     def _run(self) -> None:
         try:

@@ -14,7 +14,6 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import EngineStats
 from octavo.engine_thread import EngineThread, Mailbox, naming_the_prompt
 from octavo.errors import ConfigError, InvalidRequestError
-from octavo.output_processor import OutputProcessor
 from octavo.prompts import (
     Messages,
     ParsedPrompt,
@@ -60,12 +59,12 @@ class LLM:
         for name in settings:
             if name in SamplingParams.__dataclass_fields__ and name not in EngineConfig.model_fields:
                 raise ConfigError(f"{name} is no setting of the engine; it belongs in SamplingParams.")
-        self.config = config or EngineConfig.from_flat(model=None if model is None else str(model), **settings)
-        assembly = build_engine(self.config)
-        self._tokenizer = assembly.tokenizer
-        self._engine_thread = EngineThread(assembly.engine, OutputProcessor(assembly.tokenizer))
-        self._engine = assembly.engine
-        self.max_model_len = assembly.engine.max_model_len
+        config = config or EngineConfig.from_flat(model=None if model is None else str(model), **settings)
+        self.config = config
+        self._engine_thread = EngineThread(lambda: build_engine(config))
+        self._engine = self._engine_thread.assembly.engine
+        self._tokenizer = self._engine_thread.assembly.tokenizer
+        self.max_model_len = self._engine.max_model_len
         # An LLM that is simply dropped, or left to the end of the process, shuts down too.
         weakref.finalize(self, self._engine_thread.stop)
 

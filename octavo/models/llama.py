@@ -15,6 +15,7 @@ from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model
 from octavo.errors import UnsupportedModelError
+from octavo.models.linear import linear
 from octavo.models.llama_config import ACTIVATIONS, LlamaConfig, read_config
 from octavo.models.rope import Rope, apply_rope
 from octavo.models.weight_loader import WeightLoader
@@ -142,13 +143,13 @@ class LlamaModel(Model):
         return self._norm(hidden, self._final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._output_embedding)
+        return linear(hidden, self._output_embedding)
 
     def _attend(
         self, batch: ForwardBatch, index: int, layer: LlamaLayer, hidden: Tensor, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
         num_query_heads, num_kv_heads = self.config.num_query_heads, self.config.num_kv_heads
-        heads = F.linear(hidden, layer.qkv, layer.qkv_bias).view(hidden.shape[0], -1, self.config.head_dim)
+        heads = linear(hidden, layer.qkv, layer.qkv_bias).view(hidden.shape[0], -1, self.config.head_dim)
         query_key, value = torch.split(heads, [num_query_heads + num_kv_heads, num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = torch.split(query_key, [num_query_heads, num_kv_heads], dim=1)
@@ -157,11 +158,11 @@ class LlamaModel(Model):
         query_key = apply_rope(query_key, cos, signed_sin)
         query, key = torch.split(query_key, [num_query_heads, num_kv_heads], dim=1)
         attended = batch.attention(index, query, key, value)
-        return F.linear(attended.flatten(1), layer.output, layer.output_bias)
+        return linear(attended.flatten(1), layer.output, layer.output_bias)
 
     def _mlp(self, layer: LlamaLayer, hidden: Tensor) -> Tensor:
-        gate, up = F.linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(self._activation(gate) * up, layer.down, layer.down_bias)
+        gate, up = linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return linear(self._activation(gate) * up, layer.down, layer.down_bias)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
