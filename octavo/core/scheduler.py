@@ -289,7 +289,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- smaller steps ------------------------------------------------------------------------------------------
 
     def _make_plan(self, scheduled: dict[Request, int], new_rows: list[RowSampling]) -> StepPlan:
         # Attention backends want rows with one new token first; among equals the order of scheduling stays.
