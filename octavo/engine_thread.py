@@ -89,7 +89,6 @@ class EngineThread:
         # Each request that is under way, and where its news go.
         self._mailboxes: dict[str, Mailbox] = {}
         self._numbers = itertools.count()
-        self._must_stop = False
         self._has_ended = False
         # Why nothing is served any more, and what it came of; None while all is well.
         self._why_closed: str | None = None
@@ -162,9 +161,9 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while not self._must_stop:
+            while self._why_closed is None:
                 self._run_commands()
-                if not self._must_stop and self._engine.has_unfinished_requests():
+                if self._why_closed is None and self._engine.has_unfinished_requests():
                     self._step()
         except BaseException as error:
             # A fault of Octavo's own: what the engine holds cannot be trusted any more.
@@ -295,7 +294,6 @@ class EngineThread:
             from octavo.core.memory import give_back_freed_memory
 
             give_back_freed_memory()
-        self._must_stop = True
 
     def _closed_error(self) -> EngineClosedError:
         error = EngineClosedError(self._why_closed)

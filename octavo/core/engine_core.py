@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from octavo.core.kv_cache_manager import ResetResult
 from octavo.core.outputs import EngineOutput
 from octavo.core.request import Request
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, has_lone_surrogate
 from octavo.core.scheduler import Scheduler
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import StepPlan, StepResult
@@ -232,7 +232,7 @@ class EngineCore:
             return
         if not isinstance(cache_salt, str) or not 0 < len(cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise _invalid("cache_salt", f"text of 1 to {MAX_CACHE_SALT_CHARS} characters", cache_salt)
-        if any("\ud800" <= char <= "\udfff" for char in cache_salt):
+        if has_lone_surrogate(cache_salt):
             raise _invalid("cache_salt", "text without lone surrogates", ascii(cache_salt))
         if not self.accepts_cache_salts:
             raise InvalidRequestError(

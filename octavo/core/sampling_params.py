@@ -136,9 +136,14 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
             raise _wrong("stop", string, "strings that are not empty")
         if len(string) > MAX_STOP_STRING_CHARS:
             raise _refusal("stop", f"strings of at most {MAX_STOP_STRING_CHARS} characters", f"one of {len(string)}")
-        if not string.isascii() and any("\ud800" <= char <= "\udfff" for char in string):
+        if has_lone_surrogate(string):
             raise _wrong("stop", string, "text without lone surrogates")
     return strings
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Say whether text holds half of a surrogate pair, which no encoding can write."""
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:

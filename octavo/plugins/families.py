@@ -16,19 +16,17 @@ class Family:
         group: The entry-point group that packages register under.
         label: What one member is called in a sentence.
         contract: The class that members subclass.
-        config_field: Where a member is chosen by name.
     """
 
     group: str
     label: str
     contract: type
-    config_field: str
 
 
-ATTENTION_BACKENDS = Family("octavo.attention_backends", "attention backend", AttentionBackend, "attention_backend")
-KV_MANAGERS = Family("octavo.kv_managers", "KV-cache manager", SingleTypeKVCacheManager, "kv_managers")
-REQUEST_QUEUES = Family("octavo.request_queues", "request queue", RequestQueue, "request_queue")
-HASH_FUNCTIONS = Family("octavo.hash_functions", "hash function", HashFunction, "hash_function")
-MODELS = Family("octavo.models", "model", Model, "model_impl")
+ATTENTION_BACKENDS = Family("octavo.attention_backends", "attention backend", AttentionBackend)
+KV_MANAGERS = Family("octavo.kv_managers", "KV-cache manager", SingleTypeKVCacheManager)
+REQUEST_QUEUES = Family("octavo.request_queues", "request queue", RequestQueue)
+HASH_FUNCTIONS = Family("octavo.hash_functions", "hash function", HashFunction)
+MODELS = Family("octavo.models", "model", Model)
 
 FAMILIES = (ATTENTION_BACKENDS, KV_MANAGERS, REQUEST_QUEUES, HASH_FUNCTIONS, MODELS)
