@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from octavo.core.interfaces import FullAttentionSpec
 from octavo.core.kv_cache_config import (
+    SHORTEST_REQUEST,
     KVCacheConfig,
     RequestCost,
     bytes_per_block,
@@ -168,7 +169,9 @@ def test_where_not_even_one_token_fits_no_length_is_suggested(available):
     assert caught.value.max_model_len_that_fits == 0
 
 
-@given(available=st.integers(0, 40), max_model_len=st.integers(1, 80), block_size=st.integers(1, 9))
+@given(available=st.integers(0, 40), max_model_len=st.integers(SHORTEST_REQUEST, 80), block_size=st.integers(1, 9))
+# A block for one token and no more: no request fits, although a single token would.
+@example(available=2, max_model_len=2, block_size=1)
 def test_whatever_is_suggested_works_and_one_token_more_does_not(available, max_model_len, block_size):
     spec = FullAttentionSpec(block_size, num_kv_heads=1, head_dim=1, dtype="float16")
     cost = cost_of(spec, 1)
@@ -179,7 +182,7 @@ def test_whatever_is_suggested_works_and_one_token_more_does_not(available, max_
         fits = error.max_model_len_that_fits
         assert fits < max_model_len
         with pytest.raises(NotEnoughMemoryError):
-            num_blocks_from_memory(available, cost, fits + 1)
+            num_blocks_from_memory(available, cost, max(fits + 1, SHORTEST_REQUEST))
         if not fits:
             return
         num_blocks = num_blocks_from_memory(available, cost, fits)
