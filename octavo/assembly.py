@@ -16,6 +16,7 @@ from octavo.core.interfaces import (
     HashFunction,
     KVCacheSpec,
     Model,
+    ModelSpec,
     SingleTypeKVCacheManager,
     Tokenizer,
 )
@@ -87,21 +88,20 @@ def build_engine(config: EngineConfig) -> Assembly:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, checkpoint)
     model_class = _model_class(registry, config.model_impl, checkpoint)
-    model: Model = model_class.from_checkpoint(checkpoint, dtype=dtype, device=device)
-    _check_positions(config.max_model_len, model)
-
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    block_size = config.cache.block_size
-    attention_specs = model.attention_specs(block_size=block_size, kv_dtype=kv_dtype)
-    backend_name, backends = _backends(registry, config.attention_backend, attention_specs)
-
-    groups = make_groups(model.kv_cache_specs(block_size=block_size, kv_dtype=kv_dtype))
+    spec = model_class.spec_from_config(
+        checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
+    )
+    _check_positions(config.max_model_len, spec)
+    backend_name, backends = _backends(registry, config.attention_backend, spec.attention_specs)
+    groups = make_groups(spec.kv_cache_specs)
+    model: Model = model_class.from_checkpoint(checkpoint, dtype=dtype, device=device)
     _check_kinds(config.cache.kv_managers, groups)
     manager_classes = tuple(_manager_class(registry, config.cache.kv_managers, group.spec) for group in groups)
     cost = RequestCost(groups, manager_classes, config.scheduler.max_num_batched_tokens)
     kv_cache_config = KVCacheConfig(_num_blocks(config, model, backends, cost, device), groups)
     _check_size(kv_cache_config, device)
-    max_model_len = _max_model_len(config, model, cost, kv_cache_config.num_blocks)
+    max_model_len = _max_model_len(config, spec, cost, kv_cache_config.num_blocks)
     _log_choices(config, backend_name, device, dtype, kv_cache_config, max_model_len)
 
     pool = BlockPool(kv_cache_config.num_blocks, enable_caching=config.cache.enable_prefix_caching)
@@ -124,10 +124,10 @@ def build_engine(config: EngineConfig) -> Assembly:
     engine = EngineCore(
         scheduler,
         ModelRunner(model, backends, kv_cache_config, device),
-        vocab_size=model.vocab_size,
+        vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         # A file may name ids that its model cannot generate.
-        eos_token_ids=frozenset(token_id for token_id in checkpoint.eos_token_ids if 0 <= token_id < model.vocab_size),
+        eos_token_ids=frozenset(token_id for token_id in checkpoint.eos_token_ids if 0 <= token_id < spec.vocab_size),
         seed=config.seed,
         accepts_cache_salts=hash_function.is_collision_resistant,
     )
@@ -232,11 +232,11 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 # -- sizes ------------------------------------------------------------------------------------------------------
 
 
-def _check_positions(max_model_len: int | str, model: Model) -> None:
-    if isinstance(max_model_len, int) and not SHORTEST_REQUEST <= max_model_len <= model.max_position:
+def _check_positions(max_model_len: int | str, spec: ModelSpec) -> None:
+    if isinstance(max_model_len, int) and not SHORTEST_REQUEST <= max_model_len <= spec.max_position:
         raise ConfigError(
             f"max_model_len is {max_model_len}; it must be from {SHORTEST_REQUEST} (a prompt token and a new one) to "
-            f"{model.max_position}, the longest sequence that the model's positions are made for."
+            f"{spec.max_position}, the longest sequence that the model's positions are made for."
         )
 
 
@@ -287,9 +287,9 @@ def _available_bytes(
     )
 
 
-def _max_model_len(config: EngineConfig, model: Model, cost: RequestCost, num_blocks: int) -> int:
+def _max_model_len(config: EngineConfig, spec: ModelSpec, cost: RequestCost, num_blocks: int) -> int:
     if config.max_model_len == "auto":
-        fits = cost.longest_request(num_blocks - 1, model.max_position)
+        fits = cost.longest_request(num_blocks - 1, spec.max_position)
         if not fits:
             raise NotEnoughMemoryError(
                 f"num_kv_blocks={num_blocks} holds no request; a prompt token and a new one take more. Raise it.",

@@ -10,12 +10,16 @@ from octavo.errors import MissingExtraError
 class Sha256(HashFunction):
     """SHA-256 over Octavo's framed bytes. The default."""
 
+    contract_version = 1
+
     def digest(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
 
 
 class Blake2b(HashFunction):
     """BLAKE2b with 32-byte digests; as strong, and faster where the processor has no SHA instructions."""
+
+    contract_version = 1
 
     def digest(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, digest_size=32).digest()
@@ -24,12 +28,14 @@ class Blake2b(HashFunction):
 class Sha256Cbor(Sha256):
     """SHA-256 over deterministic CBOR, for keys that other programs must reproduce."""
 
+    contract_version = 1
     encoding: ClassVar[Encoding] = "cbor"
 
 
 class Xxh3(HashFunction):
     """XXH3 with 128 bits: much faster, and collisions can be constructed, so cache salts are refused with it."""
 
+    contract_version = 1
     is_collision_resistant: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -50,4 +56,5 @@ class Xxh3(HashFunction):
 class Xxh3Cbor(Xxh3):
     """XXH3 with 128 bits over deterministic CBOR."""
 
+    contract_version = 1
     encoding: ClassVar[Encoding] = "cbor"

@@ -9,6 +9,8 @@ from octavo.core.interfaces import QueuedRequest, RequestQueue
 class FCFSQueue(RequestQueue):
     """First come, first served. A preempted request keeps the place that its arrival gave it."""
 
+    contract_version = 1
+
     def __init__(self) -> None:
         # Always in order of arrival.
         self._requests: deque[QueuedRequest] = deque()

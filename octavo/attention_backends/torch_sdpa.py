@@ -27,6 +27,8 @@ class TorchSDPABackend(AttentionBackend):
     Soft caps, sinks and the log-sum-exp, which that function does not offer, take a softmax written out in float32.
     """
 
+    contract_version = 1
+
     def __init__(self, spec: AttentionSpec) -> None:
         """Raise PluginUnsuitable when `cannot_serve` names a reason."""
         super().__init__(spec)

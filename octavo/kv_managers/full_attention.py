@@ -9,6 +9,8 @@ from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SingleTypeKVC
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Blocks fill from the left, none is dropped, and a prefix hit ends at the first block that is missing."""
 
+    contract_version = 1
+
     serves: ClassVar[type[KVCacheSpec]] = FullAttentionSpec
 
     def longest_prefix(self, is_cached: Callable[[int], bool], max_blocks: int, alignment_blocks: int) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model
+from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
+from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
 from octavo.errors import UnsupportedModelError
 from octavo.models.linear import linear
 from octavo.models.llama_config import ACTIVATIONS, LlamaConfig, read_config
@@ -56,6 +57,8 @@ class LlamaLayer:
 class LlamaModel(Model):
     """A decoder of the Llama family."""
 
+    contract_version = 1
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -78,10 +81,33 @@ class LlamaModel(Model):
         self._final_norm = final_norm
         self._output_embedding = output_embedding
         self._dtype = embedding.dtype
-        self._device = str(embedding.device)
-        self._rope = Rope.from_spec(config.rope, device=self._device)
+        self._rope = Rope.from_spec(config.rope, device=str(embedding.device))
         function, arguments = ACTIVATIONS[config.activation]
         self._activation: Callable[[Tensor], Tensor] = partial(getattr(F, function), **arguments)
+
+    @classmethod
+    def spec_from_config(
+        cls, config: Mapping[str, Any], *, dtype: str, device: str, block_size: int, kv_dtype: str
+    ) -> ModelSpec:
+        read = read_config(config)
+        attention_specs = tuple(
+            AttentionSpec(
+                num_query_heads=read.num_query_heads,
+                num_kv_heads=read.num_kv_heads,
+                head_dim=read.head_dim,
+                head_dim_v=read.head_dim,
+                scale=read.head_dim**-0.5,
+                block_size=block_size,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                device=device,
+                window=window,
+            )
+            for window in read.windows
+        )
+        # Layers with a window keep all tokens too: that is always right, and what the full-attention manager does.
+        kept = FullAttentionSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype)
+        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, (kept,) * read.num_layers)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: str, device: str) -> LlamaModel:
@@ -98,41 +124,6 @@ class LlamaModel(Model):
         _refuse_unclaimed(loader)
         loader.load()
         return cls(config, embedding=embedding, layers=layers, final_norm=final_norm, output_embedding=output_embedding)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_position(self) -> int:
-        return self.config.rope.max_position
-
-    def attention_specs(self, *, block_size: int, kv_dtype: str) -> tuple[AttentionSpec, ...]:
-        return tuple(
-            AttentionSpec(
-                num_query_heads=self.config.num_query_heads,
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-                head_dim_v=self.config.head_dim,
-                scale=self.config.head_dim**-0.5,
-                block_size=block_size,
-                dtype=str(self._dtype).removeprefix("torch."),
-                kv_dtype=kv_dtype,
-                device=self._device,
-                window=window,
-            )
-            for window in self.config.windows
-        )
-
-    def kv_cache_specs(self, *, block_size: int, kv_dtype: str) -> tuple[KVCacheSpec, ...]:
-        # Layers with a window keep all tokens too: that is always right, and what the full-attention manager does.
-        spec = FullAttentionSpec(
-            block_size=block_size,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=kv_dtype,
-        )
-        return (spec,) * self.config.num_layers
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)

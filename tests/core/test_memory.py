@@ -144,10 +144,12 @@ def test_the_profiling_step_pays_for_truncated_sampling():
 
 
 def test_the_profiling_step_runs_through_a_real_model(tmp_path):
-    model = LlamaModel.from_checkpoint(open_checkpoint(str(tiny_llama(tmp_path))), dtype="float32", device="cpu")
-    formats = {"block_size": 16, "kv_dtype": "float32"}
-    backends = [TorchSDPABackend(spec) for spec in model.attention_specs(**formats)]
-    config = KVCacheConfig(num_profiling_blocks(70, 4, 16), make_groups(model.kv_cache_specs(**formats)))
+    checkpoint = open_checkpoint(str(tiny_llama(tmp_path)))
+    model = LlamaModel.from_checkpoint(checkpoint, dtype="float32", device="cpu")
+    formats = {"dtype": "float32", "device": "cpu", "block_size": 16, "kv_dtype": "float32"}
+    spec = LlamaModel.spec_from_config(checkpoint.config, **formats)
+    backends = [TorchSDPABackend(attention) for attention in spec.attention_specs]
+    config = KVCacheConfig(num_profiling_blocks(70, 4, 16), make_groups(spec.kv_cache_specs))
     result = ModelRunner(model, backends, config, "cpu").run(profiling_plan(70, 4, 16))
     assert result.failed == [False] * 4
-    assert all(0 <= token_id < model.vocab_size for token_id in result.token_ids)
+    assert all(0 <= token_id < spec.vocab_size for token_id in result.token_ids)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.core.interfaces import AttentionBackend, AttentionSpec, FullAttentionSpec, Model
+from octavo.core.interfaces import AttentionBackend, AttentionSpec, FullAttentionSpec, Model, ModelSpec
 from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup, make_groups
 from octavo.core.model_runner import ModelRunner, allocate_kv_cache
 from octavo.core.step_plan import RowSampling, StepPlan
@@ -23,22 +23,13 @@ class SuccessorModel(Model):
         self.could_record_gradients = []
 
     @classmethod
+    def spec_from_config(cls, config, *, dtype, device, block_size, kv_dtype):
+        spec = FullAttentionSpec(block_size, num_kv_heads=1, head_dim=1, dtype=kv_dtype)
+        return ModelSpec(VOCAB_SIZE, 4096, (attention_spec(block_size),), (spec,))
+
+    @classmethod
     def from_checkpoint(cls, checkpoint, *, dtype, device):
         return cls()
-
-    @property
-    def vocab_size(self):
-        return VOCAB_SIZE
-
-    @property
-    def max_position(self):
-        return 4096
-
-    def attention_specs(self, *, block_size, kv_dtype):
-        return (attention_spec(block_size),) * self.num_layers
-
-    def kv_cache_specs(self, *, block_size, kv_dtype):
-        return (FullAttentionSpec(block_size, num_kv_heads=1, head_dim=1, dtype=kv_dtype),) * self.num_layers
 
     def forward(self, batch):
         self.num_forwards += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces.model import Checkpoint
+from octavo.core.interfaces.model import Checkpoint, ModelSpec
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.llama import LlamaModel
 
@@ -40,7 +40,7 @@ class DenseBatch:
 
 def logits_of(model: LlamaModel, token_ids: list[int]) -> Tensor:
     """Return the logits after every token. [num_tokens, vocab_size]"""
-    windows = tuple(spec.window for spec in model.attention_specs(block_size=16, kv_dtype="float32"))
+    windows = model.config.windows
     with torch.inference_mode():
         return model.logits(model.forward(DenseBatch(torch.tensor(token_ids), windows)))
 
@@ -53,6 +53,12 @@ def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = reference(torch.tensor([token_ids])).logits[0]
     return logits
+
+
+def spec_of(folder: Path, *, kv_dtype: str = "float32") -> ModelSpec:
+    """Return what a model's folder says that it needs, in float32 on the CPU with blocks of 16."""
+    config = open_checkpoint(str(folder)).config
+    return LlamaModel.spec_from_config(config, dtype="float32", device="cpu", block_size=16, kv_dtype=kv_dtype)
 
 
 def load(checkpoint: Checkpoint | Path) -> LlamaModel:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_models import load, logits_of, reference_logits
+from dense_models import load, logits_of, reference_logits, spec_of
 
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
 from octavo.core.interfaces.model import Checkpoint
@@ -164,7 +164,7 @@ def test_the_older_spelling_of_rope_scaling_means_the_same(
 def test_logits_are_computed_for_the_rows_passed(llama_checkpoint: Checkpoint) -> None:
     model = load(llama_checkpoint)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    assert model.logits(hidden[1:2]).shape == (1, model.vocab_size)
+    assert model.logits(hidden[1:2]).shape == (1, model.config.vocab_size)
     torch.testing.assert_close(model.logits(hidden)[1:2], model.logits(hidden[1:2]))
 
 
@@ -172,22 +172,21 @@ def test_weights_are_loaded_in_the_dtype_asked_for(llama_checkpoint: Checkpoint)
     model = LlamaModel.from_checkpoint(llama_checkpoint, dtype="bfloat16", device="cpu")
     logits = logits_of(model, PROMPT)
     assert logits.dtype == torch.bfloat16
-    assert model.attention_specs(block_size=16, kv_dtype="bfloat16")[0].dtype == "bfloat16"
     exact = logits_of(load(llama_checkpoint), PROMPT)
     assert (logits.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
 
 
 def test_a_window_reaches_the_attention_and_not_the_cache(tiny_folders: dict[str, Path]) -> None:
-    model = load(tiny_folders["mistral"])
-    attention = model.attention_specs(block_size=16, kv_dtype="float16")
-    cache = model.kv_cache_specs(block_size=16, kv_dtype="float16")
-    assert [spec.window for spec in attention] == [16, 16]
-    assert cache == (FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype="float16"),) * 2
+    spec = spec_of(tiny_folders["mistral"], kv_dtype="float16")
+    assert [attention.window for attention in spec.attention_specs] == [16, 16]
+    kept = FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype="float16")
+    assert spec.kv_cache_specs == (kept, kept)
+    assert {attention.kv_dtype for attention in spec.attention_specs} == {"float16"}
 
 
 def test_longrope_is_served_up_to_the_length_where_its_factors_change(tmp_path: Path) -> None:
     folder = tiny_models.tiny_llama(tmp_path, rope_parameters={"rope_theta": 10000.0} | ROPES["longrope"])
-    assert load(folder).max_position == 64
+    assert spec_of(folder).max_position == 64
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,7 +4,7 @@ from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, A
 from octavo.core.interfaces.hash_function import Encoding, HashFunction
 from octavo.core.interfaces.kv_cache_manager import BlockSource, SingleTypeKVCacheManager
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, Tokenizer
+from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec, Tokenizer
 from octavo.core.interfaces.request_queue import QueuedRequest, RequestQueue
 from octavo.core.interfaces.version import CONTRACT_VERSION
 
@@ -21,6 +21,7 @@ __all__ = [
     "HashFunction",
     "KVCacheSpec",
     "Model",
+    "ModelSpec",
     "QueuedRequest",
     "RequestQueue",
     "SingleTypeKVCacheManager",

@@ -9,13 +9,13 @@ A backend sees tokens, blocks and slots. It never sees a request.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from octavo.core.interfaces.version import CONTRACT_VERSION
+from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +110,10 @@ class AttentionBackend(ABC):
     Memory belongs to core. The constructor gets the spec, and raises nothing that `cannot_serve` did not name.
     """
 
-    contract_version: ClassVar[int] = CONTRACT_VERSION
+    # Each registered class states these: the contract version it was built for, as a number; and, if it takes options,
+    # a pydantic model of them, of which its constructor then gets an instance as the keyword argument `options`.
+    contract_version: ClassVar[int]
+    Options: ClassVar[type[Any] | None] = None
     # Whether `attend` in a layer sees everything that `write` stored for the same step, of all rows. Then one
     # request may read blocks that another one fills in the same step.
     writes_before_reads: ClassVar[bool] = True
@@ -126,11 +129,12 @@ class AttentionBackend(ABC):
     def kv_cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Return the logical shape of one layer's cache. Dimension 0 is the block; a block is contiguous.
 
-        The default serves keys and values side by side: [num_blocks, 2, block_size, num_kv_heads, head_dim].
+        By default keys and values side by side, [num_blocks, 2, block_size, num_kv_heads, head_dim]; with
+        `value_is_key_prefix` keys alone, [num_blocks, block_size, head_dim].
         """
-        if not isinstance(spec, FullAttentionSpec):
-            raise TypeError(f"{type(self).__name__} has no layout for {type(spec).__name__}; override kv_cache_shape")
-        return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        if self.spec.value_is_key_prefix:
+            return (num_blocks, spec.block_size, self.spec.head_dim)
+        return (num_blocks, 2, spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
     def bind(self, rows: Tensor, spec: KVCacheSpec) -> Any:
         """Turn a layer's bytes into the `kv_cache` that `write` and `attend` take.
@@ -146,8 +150,9 @@ class AttentionBackend(ABC):
         """
         import torch
 
-        pages = rows[:, : spec.page_bytes].view(getattr(torch, self.spec.kv_dtype))
-        return torch.unflatten(pages, 1, self.kv_cache_shape(spec, rows.shape[0])[1:])
+        dtype: torch.dtype = getattr(torch, self.spec.kv_dtype)
+        shape = self.kv_cache_shape(spec, rows.shape[0])[1:]
+        return torch.unflatten(rows[:, : math.prod(shape) * dtype.itemsize].view(dtype), 1, shape)
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:

@@ -1,9 +1,7 @@
 """The contract of a hash function for prefix-cache keys."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
-
-from octavo.core.interfaces.version import CONTRACT_VERSION
+from typing import Any, ClassVar, Literal
 
 # "framed": Octavo's own length-framed bytes. "cbor": RFC 8949 deterministic encoding, for keys that other
 # programs must be able to reproduce.
@@ -17,7 +15,10 @@ class HashFunction(ABC):
     same digest in every process and on every machine.
     """
 
-    contract_version: ClassVar[int] = CONTRACT_VERSION
+    # Each registered class states these: the contract version it was built for, as a number; and, if it takes options,
+    # a pydantic model of them, of which its constructor then gets an instance as the keyword argument `options`.
+    contract_version: ClassVar[int]
+    Options: ClassVar[type[Any] | None] = None
     encoding: ClassVar[Encoding] = "framed"
     # A function whose collisions can be constructed must not separate tenants: it is refused for requests
     # that carry a cache salt.

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
-from octavo.core.interfaces.version import CONTRACT_VERSION
 
 # Block 0 stands for "no block here". It is in tables, never in the free queue, and is never read or written.
 NULL_BLOCK = 0
@@ -64,7 +63,10 @@ class SingleTypeKVCacheManager(ABC):
         num_rows: Rows to prepare for; more are added when they come.
     """
 
-    contract_version: ClassVar[int] = CONTRACT_VERSION
+    # Each registered class states these: the contract version it was built for, as a number; and, if it takes options,
+    # a pydantic model of them, of which its constructor then gets an instance as the keyword argument `options`.
+    contract_version: ClassVar[int]
+    Options: ClassVar[type[Any] | None] = None
     serves: ClassVar[type[KVCacheSpec]]
 
     def __init__(self, spec: KVCacheSpec, pool: BlockSource, group_id: int, num_rows: int) -> None:

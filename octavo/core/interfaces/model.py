@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
-from octavo.core.interfaces.version import CONTRACT_VERSION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,10 +99,48 @@ class ForwardBatch(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class ModelSpec:
+    """What an engine has to know of a model before its weights are read.
+
+    Attributes:
+        vocab_size: Columns of the logits; every token id is below it.
+        max_position: Tokens in the longest sequence that the positions of this model are made for.
+        attention_specs: Each attention layer's, in the order in which `Model.forward` numbers them.
+        kv_cache_specs: What each of them keeps, in the same order.
+    """
+
+    vocab_size: int
+    max_position: int
+    attention_specs: tuple[AttentionSpec, ...]
+    kv_cache_specs: tuple[KVCacheSpec, ...]
+
+
 class Model(ABC):
     """A decoder. Built from a checkpoint, run by the model runner."""
 
-    contract_version: ClassVar[int] = CONTRACT_VERSION
+    # Each registered class states these: the contract version it was built for, as a number; and, if it takes options,
+    # a pydantic model of them, of which `from_checkpoint` then gets an instance as the keyword argument `options`.
+    contract_version: ClassVar[int]
+    Options: ClassVar[type[Any] | None] = None
+
+    @classmethod
+    @abstractmethod
+    def spec_from_config(
+        cls, config: Mapping[str, Any], *, dtype: str, device: str, block_size: int, kv_dtype: str
+    ) -> ModelSpec:
+        """Say what the model needs, from its config alone: no weight is read.
+
+        Args:
+            config: `Checkpoint.config`.
+            dtype: Of weights and activations, as torch names it.
+            device: Where the model will run, as torch names it.
+            block_size: Tokens in a block of the KV cache.
+            kv_dtype: Of stored keys and values.
+
+        Raises:
+            UnsupportedModelError: The config asks for something that this class does not compute.
+        """
 
     @classmethod
     @abstractmethod
@@ -113,24 +151,6 @@ class Model(ABC):
             UnsupportedModelError: The config asks for something that this class does not compute.
             CheckpointError: A tensor is missing, unreadable or of the wrong shape.
         """
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Columns of the logits; every token id is below it."""
-
-    @property
-    @abstractmethod
-    def max_position(self) -> int:
-        """Tokens in the longest sequence that the positions of this model are made for."""
-
-    @abstractmethod
-    def attention_specs(self, *, block_size: int, kv_dtype: str) -> tuple[AttentionSpec, ...]:
-        """Return each attention layer's spec, in the order in which `forward` numbers them."""
-
-    @abstractmethod
-    def kv_cache_specs(self, *, block_size: int, kv_dtype: str) -> tuple[KVCacheSpec, ...]:
-        """Return what each attention layer keeps, in the same order."""
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -2,9 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Protocol
-
-from octavo.core.interfaces.version import CONTRACT_VERSION
+from typing import Any, ClassVar, Protocol
 
 
 class QueuedRequest(Protocol):
@@ -29,7 +27,10 @@ class QueuedRequest(Protocol):
 class RequestQueue(ABC):
     """Keeps the waiting requests. Its one decision is their order."""
 
-    contract_version: ClassVar[int] = CONTRACT_VERSION
+    # Each registered class states these: the contract version it was built for, as a number; and, if it takes options,
+    # a pydantic model of them, of which its constructor then gets an instance as the keyword argument `options`.
+    contract_version: ClassVar[int]
+    Options: ClassVar[type[Any] | None] = None
     # Whether `QueuedRequest.priority` plays a part in the order. Where it does not, a request with a priority other
     # than 0 is refused rather than served as if it had none.
     heeds_priority: ClassVar[bool] = False
