@@ -7,10 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+    from octavo.config import CacheConfig, EngineConfig, PluginChoice, SchedulerConfig
     from octavo.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
     from octavo.core.sampling_params import SamplingParams
     from octavo.llm import LLM
+    from octavo.plugins.hookspecs import hookimpl
 
 __version__ = "0.1.0"
 
@@ -20,9 +21,11 @@ _HOMES = {
     "EngineConfig": "octavo.config",
     "CacheConfig": "octavo.config",
     "SchedulerConfig": "octavo.config",
+    "PluginChoice": "octavo.config",
     "RequestOutput": "octavo.core.outputs",
     "CompletionOutput": "octavo.core.outputs",
     "TokenLogprobs": "octavo.core.outputs",
+    "hookimpl": "octavo.plugins.hookspecs",
 }
 
 __all__ = [
@@ -30,11 +33,13 @@ __all__ = [
     "CacheConfig",
     "CompletionOutput",
     "EngineConfig",
+    "PluginChoice",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
     "TokenLogprobs",
     "__version__",
+    "hookimpl",
 ]
 
 

@@ -5,14 +5,70 @@ Field names are unique over all sections, so keyword arguments and command-line 
 
 from __future__ import annotations
 
+import copy
 import difflib
+import os
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PluginChoice:
+    """A part, chosen by name, and its options. Wherever a setting takes one, a plain name works too.
+
+    Attributes:
+        name: As the part is registered; "package:name" picks one of several packages that use the name.
+        options: For the part's own `Options`, which checks them.
+    """
+
+    name: str
+    options: dict[str, Any] = dataclass_field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name} with {self.options}" if self.options else self.name
+
+
+def _as_choice(given: Any) -> Any:
+    """Turn a name, or a table of name and options, into a choice."""
+    options: Any = {}
+    match given:
+        case PluginChoice(name=str(name)):
+            options = given.options
+        case str(name):
+            pass
+        case {"name": str(name), **others} if others.keys() <= {"options"}:
+            options = others.get("options", {})
+        case _:
+            raise ValueError("it must be a name, or a table with a name and, if need be, options")
+    if not name or not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise ValueError("it must be a name, or a table with a name and, if need be, options")
+    # A copy: what the caller does with the table later must not change the config.
+    return PluginChoice(name, copy.deepcopy(options))
+
+
+def _as_choices(given: Any) -> Any:
+    """Turn a list of choices, or a single one, into a tuple."""
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+_Choice = Annotated[PluginChoice, BeforeValidator(_as_choice)]
+
+
+class _Sources(dict[str, str]):
+    """Where settings came from, by name. Configs that ask for the same are equal wherever that was written."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sources)
+
+    __hash__ = None
 
 
 class _Section(BaseModel):
@@ -38,12 +94,12 @@ class CacheConfig(_Section):
     """Element type of stored keys and values; "auto" is the model's."""
     enable_prefix_caching: bool = True
     """Whether requests reuse the blocks of equal prompt beginnings."""
-    hash_function: str = "sha256"
-    """Name of the hash function that makes the prefix cache's keys."""
+    hash_function: _Choice = PluginChoice("sha256")
+    """The hash function that makes the prefix cache's keys."""
     hash_seed: str | None = None
     """Makes the keys the same in every process. None takes PYTHONHASHSEED where that fixes a seed, else a
     random one."""
-    kv_managers: dict[str, str] = Field(default_factory=dict)
+    kv_managers: dict[str, _Choice] = Field(default_factory=dict)
     """KV-cache managers by the kind of spec they serve, where the default one is not wanted. As a flag:
     kind=name,kind=name."""
 
@@ -57,8 +113,8 @@ class SchedulerConfig(_Section):
     """Tokens that a step computes at most."""
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps. Without it a prompt runs whole in one step or waits."""
-    request_queue: str = "fcfs"
-    """Name of the queue that orders waiting requests."""
+    request_queue: _Choice = PluginChoice("fcfs")
+    """The queue that orders waiting requests."""
 
 
 class EngineConfig(_Section):
@@ -76,14 +132,21 @@ class EngineConfig(_Section):
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Requests that have no seed of their own get one that follows from this and their order of arrival: the same seed,
     the same tokens. It matters where the temperature is above 0."""
-    attention_backend: str = "auto"
-    """Name of the attention backend; "auto" chooses among Octavo's own."""
-    model_impl: str = "auto"
-    """Name of the model class; "auto" goes by the checkpoint's `model_type`."""
+    attention_backend: _Choice = PluginChoice("auto")
+    """The attention backend; "auto" chooses among Octavo's own."""
+    attention_backends: dict[str, _Choice] = Field(default_factory=dict)
+    """Attention backends by the kind of what layers keep, where another one than `attention_backend` is wanted. As a
+    flag: kind=name,kind=name."""
+    model_impl: _Choice = PluginChoice("auto")
+    """The model class; "auto" goes by the checkpoint's `model_type`, and takes `transformers` where Octavo has no class
+    of its own."""
+    hooks: Annotated[tuple[_Choice, ...], BeforeValidator(_as_choices)] = ()
+    """Observers to tell what the engine does. As a flag: name,name."""
     cache: CacheConfig = CacheConfig()
     """The KV cache."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """Which requests run, and how much a step computes."""
+    _sources: _Sources = PrivateAttr(default_factory=_Sources)
 
     @classmethod
     def from_flat(cls, **fields: Any) -> EngineConfig:
@@ -113,7 +176,8 @@ class EngineConfig(_Section):
         # A ValueError is a path with a null byte in it, a file that is not UTF-8, or one that is not TOML.
         except (OSError, ValueError) as cause:
             raise ConfigError(f"The config file {str(path)!r} cannot be read: {cause}.") from cause
-        return cls._validated(nested)
+        config = cls._validated(nested)
+        return config.with_sources(dict.fromkeys(config._set_fields(), str(path)))
 
     def with_settings(self, **fields: Any) -> EngineConfig:
         """Return a config with some fields, named as in `from_flat`, changed.
@@ -123,7 +187,22 @@ class EngineConfig(_Section):
         """
         given = self.model_dump(exclude_unset=True)
         flat = {name: value for name, value in given.items() if name not in ("cache", "scheduler")}
-        return self.from_flat(**(flat | given.get("cache", {}) | given.get("scheduler", {}) | fields))
+        changed = self.from_flat(**(flat | given.get("cache", {}) | given.get("scheduler", {}) | fields))
+        return changed.with_sources({name: place for name, place in self._sources.items() if name not in fields})
+
+    def with_sources(self, sources: Mapping[str, str]) -> Self:
+        """Return the same config, knowing of some settings where they were written: a file, a flag."""
+        named = self.model_copy()
+        named._sources = _Sources({**self._sources, **sources})
+        return named
+
+    def source_of(self, name: str) -> str:
+        """Say where a setting's value comes from: "default", "argument", a flag, or a file."""
+        return self._sources.get(name) or ("argument" if name in self._set_fields() else "default")
+
+    def _set_fields(self) -> set[str]:
+        sections = (self.cache, self.scheduler)
+        return (self.model_fields_set - {"cache", "scheduler"}).union(*(part.model_fields_set for part in sections))
 
     @classmethod
     def _validated(cls, nested: dict[str, Any]) -> EngineConfig:
@@ -151,7 +230,8 @@ def _sentence(error: Any) -> str:
     # Names are unique over all sections, so the name alone is what flags and keyword arguments are called too.
     section, _, name_in_section = name.partition(".")
     name = name_in_section if section in ("cache", "scheduler") and name_in_section else name
-    return f"{name} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{name} is {error['input']!r}: {message[0].lower()}{message[1:]}."
 
 
 def _unknown(name: str) -> str:
@@ -168,3 +248,23 @@ def _unknown(name: str) -> str:
 def _suggest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+
+
+def environment_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a sentence for each variable that looks like a setting of Octavo's, which takes none from there."""
+    settings = field_sections()
+    sentences = []
+    for variable in sorted(environment):
+        if not variable.startswith("OCTAVO_"):
+            continue
+        name = variable.removeprefix("OCTAVO_").lower()
+        close = name if name in settings else next(iter(difflib.get_close_matches(name, settings, n=1)), None)
+        way_out = (
+            f"pass {close} as an argument, as the flag --{close.replace('_', '-')}, or in a config file"
+            if close
+            else "unset it"
+        )
+        sentences.append(
+            f"The environment variable {variable} has no effect: Octavo takes no settings from there; {way_out}."
+        )
+    return sentences

@@ -9,6 +9,7 @@ a stream that the garbage collector closes at an arbitrary line, cannot meet the
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import threading
@@ -16,12 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.core.outputs import EngineOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import EngineClosedError, InvalidRequestError, StepError
+from octavo.errors import EngineBusyError, EngineClosedError, InvalidRequestError, StepError
 from octavo.output_processor import OutputProcessor, RequestUpdate
+from octavo.plugins.hookspecs import FinishedChoice, RequestAdded, RequestFinished, StepFinished
 from octavo.prompts import ParsedPrompt
 
 if TYPE_CHECKING:
@@ -90,6 +93,8 @@ class EngineThread:
         self._mailboxes: dict[str, Mailbox] = {}
         self._numbers = itertools.count()
         self._has_ended = False
+        # When each request was added, where an observer wants to know.
+        self._added_at: dict[str, float] = {}
         # Why nothing is served any more, and what it came of; None while all is well.
         self._why_closed: str | None = None
         self._cause: BaseException | None = None
@@ -110,7 +115,14 @@ class EngineThread:
 
         Raises:
             EngineClosedError: The engine was shut down, or has died.
+            EngineBusyError: This is the engine's own thread, in which observers are told.
         """
+        if threading.current_thread() is self._thread:
+            # It would wait for itself.
+            raise EngineBusyError(
+                "The engine was called from its own thread, as by an observer, and would wait for itself. Use what the "
+                "hook was given, or call from another thread."
+            )
         future: Future[T] = Future()
 
         def command() -> None:
@@ -151,11 +163,14 @@ class EngineThread:
     def _start(self, build: Callable[[], Assembly], is_built: Future[None]) -> None:
         try:
             self.assembly = build()
+            self._engine = self.assembly.engine
+            self._processor = OutputProcessor(self.assembly.tokenizer)
+            self._observers = self.assembly.observers
+            if (tell := self._observers.engine_started) is not None:
+                tell(self.assembly.started)
         except BaseException as error:
             is_built.set_exception(error)
             return
-        self._engine = self.assembly.engine
-        self._processor = OutputProcessor(self.assembly.tokenizer)
         is_built.set_result(None)
         self._run()
 
@@ -173,6 +188,7 @@ class EngineThread:
             for mailbox in set(self._mailboxes.values()):
                 mailbox.news.put(self._closed_error())
             self._mailboxes.clear()
+            self._tell_of_the_lost()
             self._engine.shutdown()
         finally:
             # Whoever puts a command behind this line sees that it is true.
@@ -191,12 +207,16 @@ class EngineThread:
             command()
 
     def _step(self) -> None:
+        started = perf_counter()
         try:
             output = self._engine.step()
         except StepError as error:
             self._end_one(error)
             return
+        seconds = perf_counter() - started
         self._deliver(output)
+        if (tell := self._observers.step_finished) is not None:
+            tell(StepFinished(seconds, len(output.new_token_ids), self._engine.stats()))
 
     def _end_one(self, error: StepError) -> None:
         """After a step that raised, end the call whose request came last; the others get another try.
@@ -227,6 +247,14 @@ class EngineThread:
                     self._engine.abort_request(core_id)
             self._deliver(self._engine.take_ended())
             raise
+        if self._observers.request_finished is not None:
+            self._added_at |= dict.fromkeys(request_ids, perf_counter())
+        if (tell := self._observers.request_added) is not None:
+            for index, request_id in enumerate(request_ids):
+                priority = mailbox.prompts[index].priority
+                # A copy, for the engine goes on to read the caller's.
+                params = copy.copy(mailbox.params[index])
+                tell(RequestAdded(request_id, tuple(token_ids[index]), params, priority))
 
     def _check(self, prompt: ParsedPrompt, params: SamplingParams) -> list[int]:
         return self._engine.check_request(
@@ -270,10 +298,40 @@ class EngineThread:
             if mailbox.wants_updates:
                 mailbox.news.put(update)
         for finished in step.finished:
+            if (tell := self._observers.request_finished) is not None:
+                tell(self._as_told(finished))
             self._mailboxes.pop(finished.request_id).news.put(finished)
         if step.core_ids_to_abort:
             # The engine's last word on them, so that nothing is left over when nothing else is under way.
             self._deliver(self._engine.take_ended())
+
+    def _tell_of_the_lost(self) -> None:
+        """Tell observers of the requests that the engine's death ended: each that was added is finished once."""
+        if (tell := self._observers.request_finished) is not None:
+            for request_id in list(self._added_at):
+                if (output := self._processor.output_of(request_id)) is not None:
+                    tell(self._as_told(output))
+
+    def _as_told(self, output: RequestOutput) -> RequestFinished:
+        """Return what observers are told of a finished request: a copy, of which nothing can be changed."""
+        return RequestFinished(
+            output.request_id,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_cached_tokens=output.num_cached_tokens,
+            num_preemptions=output.num_preemptions,
+            seconds=perf_counter() - self._added_at.pop(output.request_id),
+            choices=tuple(
+                FinishedChoice(
+                    choice.index,
+                    choice.text,
+                    tuple(choice.token_ids),
+                    # None where the engine died under it.
+                    choice.finish_reason or "error",
+                    choice.stop_reason,
+                )
+                for choice in output.outputs
+            ),
+        )
 
     def _close(self, mailbox: Mailbox) -> None:
         if self._why_closed is not None:

@@ -12,11 +12,13 @@ OctavoError
 │   ├── PluginNotFound                   nothing is registered under the name
 │   ├── PluginBroken                     it is registered, and importing it failed
 │   ├── PluginContractError              it was imported, and is not what its family asks for
+│   ├── PluginOptionsError               it was given options that it does not take
 │   ├── PluginConflict                   two packages claim one name
 │   ├── PluginUnsuitable                 it works, and cannot serve what it was chosen for
 │   └── NotInstalled                     Octavo itself is on the path but not installed
 ├── MissingExtraError (ImportError)      an optional dependency is needed; the message names the extra
 ├── StepError (RuntimeError)             the model or a backend raised in the middle of a step, which was undone
+├── EngineBusyError (RuntimeError)       the engine was called from its own thread, as by an observer
 └── EngineClosedError (RuntimeError)     the engine was shut down, or has died
 
 Each message names the thing, the value and the way out.
@@ -82,6 +84,10 @@ class PluginContractError(PluginError):
     """The plugin was imported, and does not meet its family's contract."""
 
 
+class PluginOptionsError(PluginError):
+    """The plugin's own schema refuses the options that it was given."""
+
+
 class PluginConflict(PluginError):
     """Several packages register the same name."""
 
@@ -107,6 +113,10 @@ class StepError(OctavoError, RuntimeError):
     def __init__(self, message: str, *, request_ids: list[str]) -> None:
         super().__init__(message)
         self.request_ids = request_ids
+
+
+class EngineBusyError(OctavoError, RuntimeError):
+    """The engine was called from inside of itself, and would wait for ever for its own answer."""
 
 
 class EngineClosedError(OctavoError, RuntimeError):

@@ -42,6 +42,11 @@ class LLM:
         config: A whole configuration, in place of the other arguments.
         settings: Fields of `EngineConfig` and its sections, flat: `block_size=32, max_num_seqs=8`.
 
+    Attributes:
+        config: What was asked for.
+        max_model_len: Tokens in the longest request, prompt and output together.
+        selection: The parts that were chosen; printed, it says where each choice came from and why it was not another.
+
     Raises:
         ConfigError, ModelError, PluginError: The engine cannot be made as asked.
     """
@@ -65,6 +70,7 @@ class LLM:
         self._engine = self._engine_thread.assembly.engine
         self._tokenizer = self._engine_thread.assembly.tokenizer
         self.max_model_len = self._engine.max_model_len
+        self.selection = self._engine_thread.assembly.selection
         # An LLM that is simply dropped, or left to the end of the process, shuts down too.
         weakref.finalize(self, self._engine_thread.stop)
 

@@ -8,18 +8,17 @@ A test compares the page with what this would write.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, PluginChoice, SchedulerConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
-INTRODUCTION = """\
-<!-- Written by scripts/configuration_page.py from octavo/config.py. Change the docstrings there. -->
+INTRODUCTION = r"""<!-- Written by scripts/configuration_page.py from octavo/config.py. Change the docstrings there. -->
 
 # Configuration
 
@@ -56,6 +55,34 @@ max_num_seqs = 8
 `EngineConfig.from_toml("octavo.toml")` reads it, and so does `octavo generate --config octavo.toml ...`. A flag beside
 `--config` takes the place of what the file says. A config does not change once it is made, and `LLM(config=config)`
 makes an engine from it.
+
+A setting that names a part takes options for it too. Then it is a `PluginChoice` or a dict with a name and options, and
+in a file or a flag a table:
+
+```python
+from octavo import PluginChoice
+
+config = EngineConfig.from_flat(
+    hash_function=PluginChoice("keyed", {"key": "a secret of ours"}),
+    kv_managers={"full_attention": {"name": "mine", "options": {"spare_blocks": 2}}},
+    hooks=["usage", "log"],
+)
+```
+
+```toml
+hooks = ["usage", "log"]
+
+[cache]
+hash_function = { name = "keyed", options = { key = "a secret of ours" } }
+kv_managers = { full_attention = { name = "mine", options = { spare_blocks = 2 } } }
+```
+
+```sh
+octavo generate "Hello" --hooks usage,log --hash-function '{ name = "keyed", options = { key = "a secret of ours" } }' \
+    --kv-managers '{ full_attention = { name = "mine", options = { spare_blocks = 2 } } }'
+```
+
+Which options there are is up to the part, which checks them: see [How parts are chosen](plugins/selection.md#options).
 
 A name that does not exist is an error with the closest one that does:
 
@@ -111,14 +138,26 @@ def type_name(annotation: Any) -> str:
     """Return a type as a reader of a table wants it."""
     if annotation is type(None):
         return "none"
+    if annotation is PluginChoice:
+        return "name, or name and options"
     origin, members = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(members[0])
     if origin is Literal:
         return " or ".join(f'`"{member}"`' for member in members)
     if origin is dict:
-        return f"table of {' to '.join(map(type_name, members))}"
+        return f"table of text to {in_parentheses(members[1])}"
+    if origin is tuple:
+        return f"list of {in_parentheses(members[0])}"
     if members:
         return " or ".join(map(type_name, members))
     return {str: "text", int: "whole number", float: "number", bool: "true or false"}[annotation]
+
+
+def in_parentheses(annotation: Any) -> str:
+    """Return the type of a table's or a list's entries, set apart where it has a comma of its own."""
+    name = type_name(annotation)
+    return f"({name})" if "," in name else name
 
 
 def limits_of(field: FieldInfo) -> list[str]:
@@ -144,8 +183,10 @@ def default_of(field: FieldInfo) -> str:
             return "none"
         case bool(value):
             return str(value).lower()
-        case str(value):
+        case str(value) | PluginChoice(name=value):
             return f'"{value}"'
+        case tuple(values):
+            return str(list(values))
         case value:
             return str(value)
 

@@ -1,12 +1,14 @@
 """What many tests share: the demo model, and engines that must leave nothing behind."""
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from octavo import LLM
+from octavo.plugins.registry import scan
 from octavo.testing import tiny_models
 from octavo.testing.engines import assert_llm_is_idle
 
@@ -41,3 +43,18 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
     for llm in llms:
         assert_llm_is_idle(llm)
         llm.shutdown()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path into which packages can be put as an installer would; see fake_packages.py."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    imported_before = set(sys.modules)
+    scan.cache_clear()
+    yield folder
+    scan.cache_clear()
+    for name in set(sys.modules) - imported_before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]

@@ -125,7 +125,12 @@ def test_the_packaged_model_answers_alone_as_in_transformers_cold_and_warm(demo,
     assert [output.num_cached_tokens for output in warm[-3:]] == [320, 496, 688]
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, "shuffled", "warm"])
+def slow_where_tiny_models_show_the_same(name):
+    takes_long = name in ("budget of 7", "blocks of 1", "three at a time", "whole prompts")
+    return pytest.param(name, marks=pytest.mark.slow if takes_long else ())
+
+
+@pytest.mark.parametrize("name", map(slow_where_tiny_models_show_the_same, [*SETTINGS, "shuffled", "warm"]))
 def test_the_packaged_model_answers_in_a_batch_as_in_transformers_with(name, demo, make_llm):
     if name in SETTINGS:
         llm = make_llm(**settings_of(name))

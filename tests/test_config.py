@@ -6,18 +6,27 @@ import tomllib
 import pydantic
 import pytest
 
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, field_sections
+from octavo.config import (
+    CacheConfig,
+    EngineConfig,
+    PluginChoice,
+    SchedulerConfig,
+    environment_warnings,
+    field_sections,
+)
 from octavo.errors import ConfigError
 
-# A value of each field that is not its default.
+# A value of each field that is not its default. For parts also a name alone, and a table, are taken.
 OTHER_VALUES = {
     "model": "some/model",
     "dtype": "bfloat16",
     "device": "cuda:1",
     "max_model_len": 4096,
     "seed": 2**63 - 1,
-    "attention_backend": "flash",
-    "model_impl": "llama",
+    "attention_backend": PluginChoice("flash"),
+    "attention_backends": {"full_attention": PluginChoice("flash", {"tile": 64})},
+    "model_impl": PluginChoice("llama"),
+    "hooks": (PluginChoice("metrics"), PluginChoice("trace", {"path": "x"})),
     "block_size": 32,
     "num_kv_blocks": 100,
     "kv_cache_memory_bytes": 2**40,
@@ -25,13 +34,13 @@ OTHER_VALUES = {
     "cpu_memory_share": 0.125,
     "kv_cache_dtype": "float16",
     "enable_prefix_caching": False,
-    "hash_function": "blake2b",
+    "hash_function": PluginChoice("blake2b", {"size": 32}),
     "hash_seed": "shared",
-    "kv_managers": {"full_attention": "mine"},
+    "kv_managers": {"full_attention": PluginChoice("mine")},
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
     "enable_chunked_prefill": False,
-    "request_queue": "priority",
+    "request_queue": PluginChoice("priority"),
 }
 
 
@@ -41,6 +50,10 @@ def value_of(config, name):
 
 
 def as_toml(value):
+    if isinstance(value, PluginChoice):
+        return as_toml({"name": value.name, "options": value.options} if value.options else value.name)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
@@ -216,8 +229,10 @@ WRONG = {
     "device": [0, None],
     "max_model_len": ["long", "16", 1.5, True, None],
     "seed": [-1, 2**63, 1.5, "7", True, None],
-    "attention_backend": [None, 5],
+    "attention_backend": [None, 5, "", {"nome": "flash"}, {"name": "flash", "options": {}, "more": 1}],
+    "attention_backends": ["flash", None, {"full_attention": 5}, {5: "flash"}],
     "model_impl": [None, 5],
+    "hooks": [None, 5, [5], ["metrics", ""], [["metrics"]], {"metrics": {}}],
     "block_size": [0, -1, 1025, 16.0, "16", True, None],
     "num_kv_blocks": [1, 0, -5, True, "8"],
     "kv_cache_memory_bytes": [0, -1, 1e9, "1GB", True],
@@ -266,3 +281,81 @@ def test_a_value_at_its_limit_is_taken(name, value):
 def test_a_path_that_no_file_can_have_is_refused():
     with pytest.raises(ConfigError, match="cannot be read"):
         EngineConfig.from_toml("/no\0pe")
+
+
+# -- where a setting was written --------------------------------------------------------------------------------
+
+
+def test_a_setting_says_where_it_was_written(write):
+    path = write("seed = 3\n[cache]\nblock_size = 32\n[scheduler]\nrequest_queue = 'mine'\n")
+    config = EngineConfig.from_toml(path)
+    written = ("seed", "block_size", "request_queue")
+    assert {config.source_of(name) for name in written} == {str(path)}
+    assert {config.source_of(name) for name in field_sections() if name not in written} == {"default"}
+    assert EngineConfig.from_flat(block_size=32).source_of("block_size") == "argument"
+    assert EngineConfig(cache=CacheConfig(block_size=32)).source_of("block_size") == "argument"
+    assert EngineConfig(cache=CacheConfig(block_size=32)).source_of("seed") == "default"
+
+
+def test_a_setting_that_is_replaced_says_where_its_last_value_was_written(write):
+    config = EngineConfig.from_toml(write("seed = 3\n[cache]\nblock_size = 32\n"))
+    changed = config.with_settings(block_size=8, max_num_seqs=2)
+    assert changed.source_of("seed") == config.source_of("seed") != "argument"
+    assert changed.source_of("block_size") == changed.source_of("max_num_seqs") == "argument"
+    named = changed.with_sources({"block_size": "flag --block-size"})
+    assert named.source_of("block_size") == "flag --block-size"
+    assert named.source_of("seed") == config.source_of("seed")
+    assert changed.source_of("block_size") == "argument"
+
+
+def test_configs_that_ask_for_the_same_are_equal_wherever_it_was_written(write):
+    from_file = EngineConfig.from_toml(write("[cache]\nblock_size = 32\n"))
+    from_arguments = EngineConfig.from_flat(block_size=32)
+    assert from_file == from_arguments == from_arguments.with_sources({"block_size": "flag --block-size"})
+    assert from_file != EngineConfig.from_flat(block_size=16)
+
+
+def test_single_observers_need_no_list():
+    assert EngineConfig.from_flat(hooks="metrics").hooks == (PluginChoice("metrics"),)
+    assert EngineConfig.from_flat(hooks={"name": "metrics"}).hooks == (PluginChoice("metrics"),)
+    assert EngineConfig.from_flat(hooks=["a", PluginChoice("b")]).hooks == (PluginChoice("a"), PluginChoice("b"))
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "model_impl", "hash_function", "request_queue"])
+def test_a_part_may_be_written_as_its_name_alone(name):
+    assert EngineConfig.from_flat(**{name: "mine"}) == EngineConfig.from_flat(**{name: PluginChoice("mine")})
+    for kinds in ("attention_backends", "kv_managers"):
+        by_name = EngineConfig.from_flat(**{kinds: {"full_attention": "mine"}})
+        assert by_name == EngineConfig.from_flat(**{kinds: {"full_attention": {"name": "mine"}}})
+
+
+# -- the environment --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "way_out"),
+    [
+        (
+            "OCTAVO_ATTENTION_BAKEND",
+            "pass attention_backend as an argument, as the flag --attention-backend, or in a config file",
+        ),
+        ("OCTAVO_BLOCK_SIZE", "pass block_size as an argument, as the flag --block-size, or in a config file"),
+        ("OCTAVO_ZZZ", "unset it"),
+        ("OCTAVO_", "unset it"),
+    ],
+)
+def test_a_variable_that_looks_like_a_setting_is_said_to_have_no_effect(variable, way_out):
+    assert environment_warnings({variable: "1", "PATH": "/bin", "MY_OCTAVO_SEED": "1", "octavo_seed": "1"}) == [
+        f"The environment variable {variable} has no effect: Octavo takes no settings from there; {way_out}."
+    ]
+
+
+def test_several_variables_are_named_in_order_and_others_not():
+    sentences = environment_warnings({"OCTAVO_SEED": "1", "VLLM_SEED": "1", "OCTAVO_DTYPE": "x"})
+    assert [sentence.split()[3] for sentence in sentences] == ["OCTAVO_DTYPE", "OCTAVO_SEED"]
+    assert environment_warnings({"HOME": "/", "OCTAV": "1"}) == []
+
+
+def test_the_environment_is_that_of_the_process(monkeypatch):
+    monkeypatch.setenv("OCTAVO_ZZZ", "1")
+    assert any("OCTAVO_ZZZ" in sentence for sentence in environment_warnings())

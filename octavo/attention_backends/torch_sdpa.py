@@ -55,30 +55,11 @@ class TorchSDPABackend(AttentionBackend):
             torch.device(spec.device)
         except RuntimeError:
             reasons.append(f"device {spec.device!r} is not a device that torch knows.")
-        for name in ("num_query_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size"):
-            if getattr(spec, name) < 1:
-                reasons.append(f"{name} is {getattr(spec, name)}; it must be at least 1.")
-        if spec.num_kv_heads >= 1 and spec.num_query_heads % spec.num_kv_heads:
-            reasons.append(f"{spec.num_query_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads.")
-        if spec.value_is_key_prefix and spec.num_kv_heads != 1:
-            reasons.append(f"value_is_key_prefix needs 1 KV head, and there are {spec.num_kv_heads}.")
-        if spec.value_is_key_prefix and spec.head_dim_v > spec.head_dim:
-            reasons.append(f"A value of {spec.head_dim_v} numbers is no prefix of a key of {spec.head_dim}.")
         if not spec.value_is_key_prefix and spec.head_dim_v != spec.head_dim:
             reasons.append(
                 f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}, which is served only with "
                 "value_is_key_prefix."
             )
-        if not math.isfinite(spec.scale):
-            reasons.append(f"scale {spec.scale} is not a finite number.")
-        for name in ("window", "chunk"):
-            size = getattr(spec, name)
-            if size is not None and size < 1:
-                reasons.append(f"{name} is {size}; it must be at least 1, or None.")
-        if spec.keep_first < 0:
-            reasons.append(f"keep_first is {spec.keep_first}; it must not be negative.")
-        if spec.soft_cap is not None and not (math.isfinite(spec.soft_cap) and spec.soft_cap > 0):
-            reasons.append(f"soft_cap is {spec.soft_cap}; it must be finite and above 0, or None.")
         return reasons
 
     def kv_cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:

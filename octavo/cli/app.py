@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from octavo import __version__
-from octavo.cli import chat, generate
+from octavo.cli import backends, chat, generate, plugins
 from octavo.errors import OctavoError
 
 EXIT_ERROR = 2
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("plugins")(plugins.plugins)
+app.command("backends")(backends.backends)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, field_sections
+from octavo.config import CacheConfig, EngineConfig, PluginChoice, SchedulerConfig, field_sections
 from octavo.errors import ConfigError
 
 
@@ -36,9 +37,13 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def make_config(path: Path | None, given: dict[str, Any]) -> EngineConfig:
     """Return the file's config, or the defaults, with the given flags on top."""
     flags = {name: _parse(name, value) for name, value in given.items()}
-    if path is None:
-        return EngineConfig.from_flat(**flags)
-    return EngineConfig.from_toml(path).with_settings(**flags)
+    config = EngineConfig() if path is None else EngineConfig.from_toml(path)
+    return config.with_settings(**flags).with_sources({name: f"flag {flag_of(name)}" for name in flags})
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting, such as "--block-size"."""
+    return "--" + name.replace("_", "-")
 
 
 def _config_option() -> inspect.Parameter:
@@ -50,9 +55,9 @@ def _field_options() -> list[inspect.Parameter]:
     parameters = []
     for name, section in field_sections().items():
         field = _field(name, section)
-        default = "none" if field.get_default(call_default_factory=True) is None else None
-        shown = default or str(field.get_default(call_default_factory=True))
-        flag = "--" + name.replace("_", "-")
+        default = field.get_default(call_default_factory=True)
+        shown = str(default) if default or type(default) in (bool, int, float) else "none"
+        flag = flag_of(name)
         option = typer.Option(
             f"{flag}/--no-{flag[2:]}" if field.annotation is bool else flag,
             help=f"{' '.join((field.description or '').split())} [default: {shown}]",
@@ -81,11 +86,17 @@ def _flag_type(annotation: Any) -> Any:
 
 def _parse(name: str, value: Any) -> Any:
     annotation = _field(name, field_sections()[name]).annotation
+    chooses_plugins = annotation is PluginChoice or get_origin(annotation) in (dict, tuple)
+    if isinstance(value, str) and chooses_plugins and value.strip().startswith(("{", "[")):
+        return _parse_toml(name, value)
+    if isinstance(value, str) and get_origin(annotation) is tuple:
+        return [chosen.strip() for chosen in value.split(",")]
     if isinstance(value, str) and get_origin(annotation) is dict:
         pairs = [pair.partition("=") for pair in value.split(",")]
         if not all(key.strip() and chosen.strip() for key, _, chosen in pairs):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is {value!r}; it must be pairs such as full_attention=my_manager, with commas.")
+            raise ConfigError(
+                f"{flag_of(name)} is {value!r}; it must be pairs such as full_attention=my_part, with commas."
+            )
         return {key.strip(): chosen.strip() for key, _, chosen in pairs}
     takes_number_or_word = any(get_origin(member) is Literal for member in get_args(annotation)) and int in get_args(
         annotation
@@ -96,6 +107,18 @@ def _parse(name: str, value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _parse_toml(name: str, text: str) -> Any:
+    """Read what a config file would have to the right of the equals sign: how a flag gives a part its options."""
+    try:
+        return tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError as cause:
+        example = 'name = "my_part", options = { size = 64 }'
+        raise ConfigError(
+            f"{flag_of(name)} is {text!r}, which cannot be read as TOML: {cause}. A part with options is written "
+            f"{{ {example} }}."
+        ) from None
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:

@@ -54,6 +54,12 @@ class KVCacheCoordinator(ABC):
             for manager, blocks in zip(self.managers, hit.blocks, strict=True)
         )
 
+    def max_blocks_per_request(self, num_tokens: int, max_tokens_in_flight: int) -> int:
+        """Return the most blocks that a request of up to `num_tokens` tokens holds at a time, over all groups."""
+        return sum(
+            manager.max_blocks_per_request(manager.spec, num_tokens, max_tokens_in_flight) for manager in self.managers
+        )
+
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit) -> None:
         """Adopt `hit`, then give the row the blocks that it lacks for `num_tokens` tokens."""
         if hit.num_tokens:

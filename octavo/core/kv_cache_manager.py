@@ -58,6 +58,8 @@ class KVCacheManager:
         pool: The blocks.
         managers: One for each KV-cache group, over that pool.
         hasher: Makes the prefix cache's keys; None switches the cache off.
+        max_tokens_in_flight: New tokens that a request may have in a step. It bounds what a request holds where
+            blocks are recycled.
         reuses_blocks_within_a_step: Whether a request may read blocks that another one fills in the same step, which
             holds where each layer writes for all rows before it reads for any.
     """
@@ -68,9 +70,11 @@ class KVCacheManager:
         managers: list[SingleTypeKVCacheManager],
         hasher: PrefixHasher | None,
         *,
+        max_tokens_in_flight: int = 1 << 30,
         reuses_blocks_within_a_step: bool = True,
     ) -> None:
         self.pool = pool
+        self.max_tokens_in_flight = max_tokens_in_flight
         self.hasher = hasher
         self.coordinator: KVCacheCoordinator = make_coordinator(managers, enable_prefix_caching=hasher is not None)
         self.reuses_blocks_within_a_step = reuses_blocks_within_a_step
@@ -98,7 +102,7 @@ class KVCacheManager:
 
     def could_ever_hold(self, num_tokens: int) -> Verdict:
         """Say whether an empty pool could hold a request of `num_tokens` tokens."""
-        needed = self.coordinator.get_num_blocks_to_allocate(NO_ROW, num_tokens, self.coordinator.no_hit)
+        needed = self.coordinator.max_blocks_per_request(num_tokens, self.max_tokens_in_flight)
         usable = self.pool.num_usable_blocks
         if needed <= usable:
             return _FITS
@@ -115,7 +119,11 @@ class KVCacheManager:
             return verdict
         if not self.reuses_blocks_within_a_step and not self._provisional_owner.keys().isdisjoint(hit.block_ids()):
             return Verdict(Fit.WAIT_STEP, "its prefix is being computed in this step")
-        needed = self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
+        # Where blocks are recycled, all of the request's entries are more than it ever holds at a time.
+        needed = min(
+            self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit),
+            self.coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight),
+        )
         return _FITS if needed <= self.pool.num_free_blocks else self._wait_for_memory(needed)
 
     def has_adopters(self, request: Request) -> bool:

@@ -82,8 +82,9 @@ class Scheduler:
                 f"A request with the id {request.request_id!r} is under way; use another id.", parameter="request_id"
             )
         self.check_admissible(request.num_tokens)
-        self._requests[request.request_id] = request
+        # The queue first: it may be somebody else's code, and raise.
         self.waiting.add_request(request)
+        self._requests[request.request_id] = request
 
     def check_admissible(self, num_prompt_tokens: int) -> None:
         """Raise InvalidRequestError for a prompt length that could never run, with the numbers."""

@@ -10,14 +10,14 @@ import difflib
 import functools
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import importlib_metadata
 
-from octavo.core.interfaces import CONTRACT_VERSION
-from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginContractError, PluginNotFound
+from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginNotFound
 from octavo.plugins.families import FAMILIES, Family
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,10 @@ class Plugin:
     Attributes:
         family: Its extension point.
         name: What it is chosen by.
-        target: Where the class is, as "module:attribute".
+        target: Where it is, as "module:attribute"; a module alone for observers.
         package: The distribution that registers it.
         version: Of that distribution.
+        location: The folder that the distribution's metadata was found in.
     """
 
     family: Family
@@ -42,13 +43,19 @@ class Plugin:
     target: str
     package: str
     version: str
+    location: str = ""
 
     @property
     def is_built_in(self) -> bool:
         return self.package == OWN_PACKAGE
 
+    @property
+    def origin(self) -> str:
+        """Its package and version, such as "octavo-eager 0.1.0"."""
+        return f"{self.package} {self.version}"
+
     def __str__(self) -> str:
-        return f"{self.name} ({self.target}, from {self.package} {self.version})"
+        return f"{self.name} ({self.target}, from {self.origin})"
 
 
 class Registry:
@@ -60,6 +67,9 @@ class Registry:
 
     def __init__(self, plugins: Sequence[Plugin]) -> None:
         self._plugins = tuple(plugins)
+        self._loaded: dict[Plugin, Any] = {}
+        # Names of Octavo's own that other packages register too, and that a warning was given for.
+        self._warned_of: set[tuple[Family, str]] = set()
 
     def plugins(self, family: Family) -> tuple[Plugin, ...]:
         """Return the family's plugins, Octavo's own first, then by name and package."""
@@ -74,28 +84,30 @@ class Registry:
             PluginNotFound: No package registers the name; the message has the closest one and all there are.
             PluginConflict: Several do; the message names them.
         """
-        members = self.plugins(family)
-        if not any(plugin.is_built_in for plugin in members):
+        if not any(plugin.is_built_in for plugin in self._plugins):
             raise NotInstalled(
                 f"No {family.label} of Octavo's own is registered: the package is importable but not installed. "
                 "Install it, from a checkout with: pip install -e ."
             )
+        members = self.plugins(family)
         package, _, plain_name = name.rpartition(":")
         matches = [p for p in members if p.name == plain_name and (not package or _is_same_package(package, p.package))]
         if not matches:
-            raise PluginNotFound(_not_found(family, name, [plugin.name for plugin in members]))
-        own = [plugin for plugin in matches if plugin.is_built_in]
-        if len(matches) == 1 or own:
+            raise PluginNotFound(_not_found(family, name, members))
+        if matches[0].is_built_in:
             # A built-in name stays Octavo's, whatever gets installed beside it.
-            return own[0] if own else matches[0]
+            self._warn_of_reserved_name(matches)
+            return matches[0]
+        if len(matches) == 1:
+            return matches[0]
         choices = " or ".join(f"'{plugin.package}:{plugin.name}'" for plugin in matches)
         raise PluginConflict(
             f"{len(matches)} packages register the {family.label} '{plain_name}': "
             f"{', '.join(map(str, matches))}. Choose {choices}."
         )
 
-    def load(self, family: Family, name: str) -> type[Any]:
-        """Import the class that `name` stands for.
+    def load(self, family: Family, name: str) -> Any:
+        """Import what `name` stands for, once: a class of the family's contract, or an observer's module.
 
         Raises:
             PluginError: As `find`, and:
@@ -103,29 +115,45 @@ class Registry:
             PluginContractError: It is not a concrete subclass of the family's contract, or was built for another
                 version of it.
         """
-        plugin = self.find(family, name)
-        try:
-            loaded: Any = importlib_metadata.EntryPoint(plugin.name, plugin.target, family.group).load()
-        # A module that leaves by SystemExit is broken too; it must not take the process with it.
-        except (Exception, SystemExit) as cause:
-            raise PluginBroken(
-                f"The {family.label} {plugin} cannot be imported: {type(cause).__name__}: {cause}"
-            ) from cause
-        if not (isinstance(loaded, type) and issubclass(loaded, family.contract)):
-            raise PluginContractError(
-                f"The {family.label} {plugin} is not a subclass of "
-                f"{family.contract.__module__}.{family.contract.__qualname__}, which it must be."
+        return self.load_plugin(self.find(family, name))
+
+    def load_plugin(self, plugin: Plugin) -> Any:
+        """As `load`, for a plugin that was found before."""
+        if plugin not in self._loaded:
+            # Not at the top: a mere listing does without the contracts, which import numpy.
+            from octavo.plugins.contract_check import check_contract
+
+            loaded = _import(plugin)
+            check_contract(plugin.family, loaded, str(plugin), plugin.package, is_built_in=plugin.is_built_in)
+            self._loaded[plugin] = loaded
+        return self._loaded[plugin]
+
+    def fault_of_name(self, plugin: Plugin) -> str | None:
+        """Return what is wrong with the name that a plugin is registered under, as a sentence; None when nothing is."""
+        rivals = [p for p in self.plugins(plugin.family) if p.name == plugin.name and p != plugin]
+        if any(rival.is_built_in for rival in rivals):
+            return (
+                f"The {plugin.family.label} {plugin} uses a name that is reserved for Octavo's own. It is reached as "
+                f"'{plugin.package}:{plugin.name}' alone; its authors should choose another name."
             )
-        missing = sorted(getattr(loaded, "__abstractmethods__", ()))
-        if missing:
-            raise PluginContractError(f"The {family.label} {plugin} does not define {', '.join(missing)}.")
-        version = getattr(loaded, "contract_version", None)
-        if version != CONTRACT_VERSION:
-            raise PluginContractError(
-                f"The {family.label} {plugin} was built for contract version {version}, and this Octavo has version "
-                f"{CONTRACT_VERSION}; install a release of {plugin.package} that was built for it."
+        if rivals and not plugin.is_built_in:
+            return (
+                f"The {plugin.family.label} {plugin} shares its name with {', '.join(map(str, rivals))}. It is reached "
+                f"as '{plugin.package}:{plugin.name}' alone."
             )
-        return loaded
+        return None
+
+    def _warn_of_reserved_name(self, matches: Sequence[Plugin]) -> None:
+        own, *others = matches
+        if others and (own.family, own.name) not in self._warned_of:
+            self._warned_of.add((own.family, own.name))
+            logger.warning(
+                "the %s '%s' is Octavo's own; %s cannot take its name, and would be chosen as %s",
+                own.family.label,
+                own.name,
+                " and ".join(map(str, others)),
+                " or ".join(f"'{plugin.package}:{plugin.name}'" for plugin in others),
+            )
 
 
 @functools.cache
@@ -148,11 +176,43 @@ def scan() -> Registry:
 
 def _plugins_of(distribution: Any) -> list[Plugin]:
     families = {family.group: family for family in FAMILIES}
-    return [
-        Plugin(families[entry.group], entry.name, entry.value, distribution.name, distribution.version)
-        for entry in distribution.entry_points
-        if entry.group in families
-    ]
+    # Of what most packages register nothing is for Octavo; looking for its name costs less than parsing it all.
+    if f"[{OWN_PACKAGE}." not in (distribution.read_text("entry_points.txt") or ""):
+        return []
+    entries = [entry for entry in distribution.entry_points if entry.group in families]
+    if not entries:
+        return []
+    # Parsed only for packages that register something: it takes longer than all the rest.
+    metadata = distribution.metadata
+    name, version, location = metadata["Name"], metadata["Version"], str(distribution.locate_file(""))
+    if not name:
+        raise ValueError("it has no name")
+    return [Plugin(families[entry.group], entry.name, entry.value, name, version, location) for entry in entries]
+
+
+def _import(plugin: Plugin) -> Any:
+    package = plugin.target.partition(":")[0].partition(".")[0]
+    before = set(sys.modules)
+    try:
+        return importlib_metadata.EntryPoint(plugin.name, plugin.target, plugin.family.group).load()
+    # A module that leaves by SystemExit is broken too; it must not take the process with it.
+    except (Exception, SystemExit) as cause:
+        # Python forgets the module that raised. Forget what it had imported of its own package too, so that no half
+        # of the plugin stays and another try starts from nothing.
+        for name in set(sys.modules) - before:
+            if name == package or name.startswith(f"{package}."):
+                _forget_module(name)
+        raise PluginBroken(
+            f"The {plugin.family.label} {plugin} cannot be imported: {type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def _forget_module(name: str) -> None:
+    module = sys.modules.pop(name)
+    parent, _, child = name.rpartition(".")
+    # `from parent import child` would find it there and import nothing.
+    if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
+        delattr(sys.modules[parent], child)
 
 
 def _is_same_package(name: str, other: str) -> bool:
@@ -164,8 +224,28 @@ def _canonical(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def _not_found(family: Family, name: str, installed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.rpartition(":")[2], installed, n=1)
+def _not_found(family: Family, name: str, installed: Sequence[Plugin]) -> str:
+    package, _, plain_name = name.rpartition(":")
+    names = list(dict.fromkeys(plugin.name for plugin in installed))
+    close = difflib.get_close_matches(plain_name, names, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
-    names = ", ".join(dict.fromkeys(installed))
-    return f"No {family.label} is called {name!r}.{suggestion} Installed: {names}."
+    about_package = f" {_what_is_installed_of(package, installed)}" if package else ""
+    listed = ", ".join(p.name if p.is_built_in else f"{p.name} ({p.origin})" for p in installed) or "none"
+    return f"No {family.label} is called {name!r}.{suggestion}{about_package} Installed: {listed}."
+
+
+def _what_is_installed_of(package: str, installed: Sequence[Plugin]) -> str:
+    """Say of a package that was named, and does not register what was asked for, whether it is there at all."""
+    own = [plugin.name for plugin in installed if _is_same_package(plugin.package, package)]
+    try:
+        distribution = importlib_metadata.distribution(package)
+    # An odd name, or one that nothing is installed under.
+    except (importlib_metadata.PackageNotFoundError, ValueError):
+        return f"No package {package!r} is installed."
+    try:
+        shown = f"{package} {distribution.version}"
+    # What remains of a package that was removed by hand.
+    except Exception:
+        shown = f"{package}, whose metadata cannot be read,"
+    where = f"{shown} in {distribution.locate_file('')}"
+    return f"{where} registers {', '.join(own)}." if own else f"{where} registers none."

@@ -7,6 +7,7 @@ correct implementations, whose logits differ in the last digits, generate the sa
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+# What of it a family takes that names the rest otherwise.
+_TOKENS = {key: _COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
@@ -51,24 +54,119 @@ def tiny_qwen3(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     return _save(folder, "Qwen3Config", "Qwen3ForCausalLM", seed, {"head_dim": 32} | config)
 
 
-def _save(folder: Path, config_class: str, model_class: str, seed: int, config: dict[str, Any]) -> Path:
+# -- families that run through transformers -----------------------------------------------------------------------
+
+
+def tiny_gpt2(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny GPT-2 in `folder` and return it: learned positions, tied embeddings. `config` as in `tiny_llama`."""
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}
+    return _save(folder, "GPT2Config", "GPT2LMHeadModel", seed, _TOKENS | shape | config, common={})
+
+
+def tiny_opt(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny OPT, whose positions start at 2, in `folder` and return it. `config` as in `tiny_llama`."""
+    shape = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False}
+    return _save(folder, "OPTConfig", "OPTForCausalLM", seed, _TOKENS | shape | config, common={})
+
+
+def tiny_phi(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Phi in `folder` and return it: part of a head is rotated, the head has a bias. As `tiny_llama`."""
+    return _save(folder, "PhiConfig", "PhiForCausalLM", seed, config)
+
+
+def tiny_gpt_neox(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny GPT-NeoX, with attention and MLP side by side, in `folder` and return it. As `tiny_llama`."""
+    return _save(folder, "GPTNeoXConfig", "GPTNeoXForCausalLM", seed, config)
+
+
+def tiny_gemma2(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Gemma 2 in `folder` and return it: soft caps that bend, and a window of 16 in every other layer."""
+    shape = {"head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 16}
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    return _save(folder, "Gemma2Config", "Gemma2ForCausalLM", seed, shape | caps | config)
+
+
+def tiny_gpt_oss(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny gpt-oss in `folder` and return it: sinks, experts, and a window of 16 in every other layer."""
+    shape = {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return _save(folder, "GptOssConfig", "GptOssForCausalLM", seed, shape | rope | config)
+
+
+def tiny_mixtral(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Mixtral of four experts, two a token, in `folder` and return it. `config` as in `tiny_llama`."""
+    return _save(folder, "MixtralConfig", "MixtralForCausalLM", seed, {"num_local_experts": 4} | config)
+
+
+def tiny_olmoe(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny OLMoE of four experts, two a token, in `folder` and return it. `config` as in `tiny_llama`."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    return _save(folder, "OlmoeConfig", "OlmoeForCausalLM", seed, experts | config)
+
+
+def tiny_cohere(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Cohere, which scales its logits, in `folder` and return it. `config` as in `tiny_llama`."""
+    return _save(folder, "CohereConfig", "CohereForCausalLM", seed, {"logit_scale": 0.5} | config)
+
+
+def tiny_granite(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Granite, which scales nearly everything, in `folder` and return it. `config` as in `tiny_llama`."""
+    scales = {"logits_scaling": 2.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}
+    return _save(folder, "GraniteConfig", "GraniteForCausalLM", seed, scales | config)
+
+
+def tiny_deepseek_v3(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny DeepSeek V3, whose keys are wider than its values, in `folder` and return it. As `tiny_llama`."""
+    heads = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}
+    heads |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    experts |= {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    return _save(folder, "DeepseekV3Config", "DeepseekV3ForCausalLM", seed, heads | experts | config)
+
+
+def _save(
+    folder: Path,
+    config_class: str,
+    model_class: str,
+    seed: int,
+    config: dict[str, Any],
+    *,
+    common: dict[str, Any] = _COMMON,
+) -> Path:
     import transformers
 
     # The caller's random numbers go on as if nothing had been drawn.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**_COMMON | config))
+        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**common | config))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
-                    parameter.normal_(std=1.0 if "embed_tokens" in name else 1.5 * parameter.shape[1] ** -0.5)
-                elif name.endswith(".bias"):
+                    parameter.normal_(std=_spread(name, parameter))
+                elif name.endswith("_proj.bias"):
                     parameter.normal_(std=0.5)
+                elif name.endswith("bias"):
+                    # Of norms and heads: a large one would choose the same token everywhere.
+                    parameter.normal_(std=0.1)
                 else:
                     # Norms: away from one, so that leaving one out shows.
                     parameter.uniform_(0.7, 1.3)
     model.save_pretrained(folder, safe_serialization=True)
     return Path(folder)
+
+
+def _spread(name: str, parameter: torch.Tensor) -> float:
+    """Return the standard deviation to give a matrix."""
+    if name.endswith(("embed_tokens.weight", "embed_in.weight")):
+        return 1.0
+    # GPT-2's token embedding is its head too: a large one would repeat the last token for ever.
+    if name.endswith(("wte.weight", "wpe.weight", "embed_positions.weight")):
+        return 0.1
+    # GPT-2 keeps its matrices the other way round; of experts there is a matrix each.
+    is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    num_inputs = float(parameter.shape[0 if is_transposed else -1])
+    return 1.5 / math.sqrt(num_inputs)
 
 
 def add_byte_tokenizer(folder: Path) -> Path:

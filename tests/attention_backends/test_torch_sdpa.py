@@ -1,4 +1,4 @@
-"""The reference attention backend against attention by its definition, and what it promises besides numbers."""
+"""The reference attention backend: the contract of every backend, and what it promises besides."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from octavo.attention_backends.torch_sdpa import TorchSDPABackend
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
 from octavo.errors import ConfigError, PluginUnsuitable
-from octavo.testing.attention_oracle import (
+from octavo.testing import AttentionBackendSuite
+from octavo.testing.attention.oracle import (
     PagedCase,
-    attend_by_definition,
     make_batch,
     make_case,
     random_case,
-    replace_rows,
 )
 
 PLAIN = AttentionSpec(
@@ -36,120 +35,33 @@ PLAIN = AttentionSpec(
 )
 MLA = replace(PLAIN, num_kv_heads=1, head_dim=24, head_dim_v=16, value_is_key_prefix=True)
 
-# Largest error of an output number: the output's own rounding, and that of the weights.
-OUTPUT_TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "float16": 4e-3, "bfloat16": 3e-2}
-LSE_TOLERANCE = 1e-5
+# Largest error of an output number or log-sum-exp in float32.
+TOLERANCE = 5e-6
 
 ABILITIES = {
     "plain": {},
-    "multi_head": {"num_kv_heads": 6},
-    "multi_query": {"num_kv_heads": 1},
     "window": {"window": 9},
-    "window_of_one": {"window": 1},
-    "chunk": {"chunk": 8},
-    "chunk_of_one": {"chunk": 1},
-    "window_and_keep_first": {"window": 9, "keep_first": 5},
-    "chunk_and_keep_first": {"chunk": 8, "keep_first": 11},
-    "window_and_chunk": {"window": 9, "chunk": 12},
-    "window_and_chunk_and_keep_first": {"window": 5, "chunk": 16, "keep_first": 2},
-    "keep_first_alone": {"keep_first": 4},
-    "soft_cap": {"soft_cap": 0.7},
-    "sinks": {"sinks": True},
     "everything": {"window": 9, "chunk": 20, "keep_first": 3, "soft_cap": 1.5, "sinks": True},
 }
+
+
+class TestTorchSDPA(AttentionBackendSuite):
+    backend = "torch_sdpa"
 
 
 def assert_matches_the_definition(case: PagedCase) -> None:
     output, lse = case.run(TorchSDPABackend(case.spec))
     wanted_output, wanted_lse = case.expected()
-    assert output.dtype == getattr(torch, case.spec.dtype)
-    assert lse.dtype == torch.float32
-    tolerance = OUTPUT_TOLERANCE[case.spec.dtype]
-    np.testing.assert_allclose(output.double().numpy(), wanted_output, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse.double().numpy(), wanted_lse, rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
+    np.testing.assert_allclose(output.double().numpy(), wanted_output, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(lse.double().numpy(), wanted_lse, rtol=TOLERANCE, atol=TOLERANCE)
     with_lse, _ = case.attend(
         backend := TorchSDPABackend(case.spec), case.filled_cache(backend), backend.plan(case.batch())
     )
-    np.testing.assert_allclose(with_lse.double().numpy(), wanted_output, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(with_lse.double().numpy(), wanted_output, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def ordinary_rows(seed: int = 0, spec: AttentionSpec = PLAIN) -> PagedCase:
     return random_case(np.random.default_rng(seed), spec)
-
-
-@pytest.mark.parametrize("ability", ABILITIES)
-@pytest.mark.parametrize("layout", [PLAIN, MLA], ids=["keys_and_values", "value_is_key_prefix"])
-def test_every_ability_matches_the_definition(layout: AttentionSpec, ability: str) -> None:
-    changes = ABILITIES[ability]
-    if layout is MLA:
-        changes = {name: value for name, value in changes.items() if name != "num_kv_heads"}
-    for seed in range(3):
-        assert_matches_the_definition(ordinary_rows(seed, replace(layout, **changes)))
-
-
-@pytest.mark.parametrize(
-    ("rule", "mistake"),
-    [
-        ({"window": 9}, {"window": 10}),
-        ({"window": 9}, {"window": 8}),
-        ({"window": 9}, {"window": None}),
-        ({"chunk": 8}, {"chunk": 9}),
-        ({"chunk": 8}, {"chunk": 7}),
-        ({"chunk": 8}, {"chunk": None}),
-        ({"window": 9, "keep_first": 5}, {"keep_first": 4}),
-        ({"window": 9, "keep_first": 5}, {"keep_first": 6}),
-        ({"window": 9, "chunk": 12}, {"chunk": None}),
-        ({"window": 9, "chunk": 12}, {"window": None}),
-        ({"soft_cap": 0.7}, {"soft_cap": None}),
-        ({"soft_cap": 0.7}, {"soft_cap": 0.71}),
-        ({"sinks": True}, {"sinks": False}),
-        ({}, {"scale": 0.26}),
-    ],
-    ids=str,
-)
-def test_a_rule_that_is_off_by_one_gives_something_else(rule: dict[str, object], mistake: dict[str, object]) -> None:
-    """What keeps the other tests honest: decode rows and prefill rows alike can tell the rule from its neighbours."""
-    spec = replace(PLAIN, **rule)
-    case = make_case(np.random.default_rng(3), spec, [(1, 67), (1, 72), (33, 60)])
-    output, _ = case.run(TorchSDPABackend(spec))
-    right, _ = case.expected()
-    wrong, _ = case.expected(replace(spec, **mistake))
-    for tokens in (slice(0, 2), slice(2, None)):
-        error = np.abs(output[tokens].double().numpy() - right[tokens]).max()
-        assert np.abs(right[tokens] - wrong[tokens]).max() > 50 * max(error, 1e-7)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [7, 40, 80, 96, 256])
-@pytest.mark.parametrize("block_size", [1, 7, 16, 32])
-def test_any_head_size_block_size_and_dtype(dtype: str, head_dim: int, block_size: int) -> None:
-    windowed = replace(
-        PLAIN,
-        dtype=dtype,
-        kv_dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        block_size=block_size,
-        scale=head_dim**-0.5,
-        window=20,
-    )
-    for spec in (windowed, replace(windowed, window=None)):
-        assert_matches_the_definition(
-            random_case(np.random.default_rng(head_dim), spec, num_decode=3, num_prefill=2, max_context=50)
-        )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]
-)
-def test_keys_may_be_stored_in_another_dtype(dtype: str, kv_dtype: str) -> None:
-    assert_matches_the_definition(ordinary_rows(1, replace(PLAIN, dtype=dtype, kv_dtype=kv_dtype)))
-    assert_matches_the_definition(ordinary_rows(1, replace(MLA, dtype=dtype, kv_dtype=kv_dtype, soft_cap=2.0)))
-
-
-def test_float64_keeps_its_precision() -> None:
-    assert_matches_the_definition(ordinary_rows(2, replace(PLAIN, dtype="float64", kv_dtype="float64", window=9)))
-    assert_matches_the_definition(ordinary_rows(2, replace(PLAIN, dtype="float64", kv_dtype="float64", sinks=True)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -238,57 +150,6 @@ def test_limits_on_memory_change_no_result(monkeypatch: pytest.MonkeyPatch, abil
         assert_matches_the_definition(ordinary_rows(24, replace(spec, **ABILITIES[ability])))
 
 
-@pytest.mark.parametrize("ability", ["plain", "window_and_keep_first", "everything"])
-def test_a_row_alone_gets_what_it_gets_among_others(ability: str) -> None:
-    case = ordinary_rows(4, replace(PLAIN, **ABILITIES[ability]))
-    backend = TorchSDPABackend(case.spec)
-    together, _ = case.run(backend)
-    start = 0
-    for r, row in enumerate(case.rows):
-        alone, _ = case.only(r).run(backend)
-        torch.testing.assert_close(alone, together[start : start + row.num_queries], rtol=2e-6, atol=2e-6)
-        start += row.num_queries
-
-
-@pytest.mark.parametrize("changes", [*ABILITIES.values()], ids=[*ABILITIES])
-def test_a_chunked_prefill_equals_an_unchunked_one(changes: dict[str, object]) -> None:
-    spec = replace(PLAIN, **changes)
-    backend = TorchSDPABackend(spec)
-    whole = make_case(np.random.default_rng(7), spec, [(50, 50)])
-    wanted, wanted_lse = whole.run(backend)
-    row = whole.rows[0]
-    kv_cache = backend.bind(whole.empty_rows(), whole.kv_cache_spec)
-    pieces = []
-    for start, end in [(0, 17), (17, 18), (18, 45), (45, 49), (49, 50)]:
-        step = replace(
-            whole,
-            rows=[
-                replace(
-                    row,
-                    keys=row.keys[:end],
-                    values=row.values[:end],
-                    queries=row.queries[start:end],
-                    blocks=row.blocks[: -(-end // spec.block_size)],
-                )
-            ],
-        )
-        step.write_new_tokens(backend, kv_cache)
-        pieces.append(step.attend(backend, kv_cache, backend.plan(step.batch())))
-    torch.testing.assert_close(torch.cat([output for output, _ in pieces]), wanted, rtol=5e-6, atol=5e-6)
-    torch.testing.assert_close(torch.cat([lse for _, lse in pieces]), wanted_lse, rtol=5e-6, atol=5e-6)
-
-
-def test_one_plan_serves_every_layer_of_a_step() -> None:
-    first = ordinary_rows(8)
-    second = replace(first, rows=[replace(row, keys=row.keys.flip(0), values=-row.values) for row in first.rows])
-    backend = TorchSDPABackend(PLAIN)
-    caches = [case.filled_cache(backend) for case in (first, second)]
-    plan = backend.plan(first.batch())
-    for case, kv_cache in [*zip((first, second), caches, strict=True)] * 2:
-        output = case.attend_without_lse(backend, kv_cache, plan)
-        np.testing.assert_allclose(output.double().numpy(), case.expected()[0], rtol=5e-6, atol=5e-6)
-
-
 def test_a_plan_made_in_inference_mode_serves_outside_of_it() -> None:
     case = ordinary_rows(9)
     backend = TorchSDPABackend(PLAIN)
@@ -311,48 +172,6 @@ def test_worked_numbers() -> None:
     first_token_value = case.rows[1].values[0].repeat_interleave(3, dim=0)
     torch.testing.assert_close(output[1], first_token_value)
     assert_matches_the_definition(case)
-
-
-def test_the_definition_by_hand() -> None:
-    spec = replace(PLAIN, num_query_heads=1, num_kv_heads=1, head_dim=1, head_dim_v=1, scale=1.0)
-    keys, values = np.array([[[0.0]], [[np.log(3)]]]), np.array([[[10.0]], [[2.0]]])
-    output, lse = attend_by_definition(spec, np.array([[[1.0]]]), keys, values)
-    assert output.item() == pytest.approx(0.25 * 10 + 0.75 * 2)
-    assert lse.item() == pytest.approx(np.log(4))
-    output, lse = attend_by_definition(
-        replace(spec, sinks=True), np.array([[[1.0]]]), keys, values, np.array([np.log(4)])
-    )
-    assert output.item() == pytest.approx(0.125 * 10 + 0.375 * 2)
-    assert lse.item() == pytest.approx(np.log(8))
-    output, _ = attend_by_definition(replace(spec, window=1), np.array([[[1.0]]]), keys, values)
-    assert output.item() == pytest.approx(2)
-
-
-def test_what_nobody_sees_is_not_read() -> None:
-    """Every other slot holds NaN or infinity: the null block, blocks of nobody, tails, what a window has left."""
-    for ability in ABILITIES.values():
-        case = ordinary_rows(11, replace(PLAIN, **ability))
-        backend = TorchSDPABackend(case.spec)
-        kv_cache = case.filled_cache(backend)
-        assert kv_cache[0].isnan().all()
-        plan = backend.plan(case.batch())
-        assert case.attend_without_lse(backend, kv_cache, plan).isfinite().all()
-        output, lse = case.attend(backend, kv_cache, plan)
-        assert output.isfinite().all()
-        assert lse.isfinite().all()
-
-
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_one_rows_nan_stays_in_the_row(soft_cap: float | None) -> None:
-    spec = replace(PLAIN, soft_cap=soft_cap)
-    case = make_case(np.random.default_rng(12), spec, [(1, 30), (1, 33), (1, 31), (4, 32)])
-    backend = TorchSDPABackend(spec)
-    healthy, _ = case.run(backend)
-    kv_cache = case.filled_cache(backend)
-    kv_cache[int(case.rows[1].blocks[0])] = torch.nan
-    output = case.attend_without_lse(backend, kv_cache, backend.plan(case.batch()))
-    assert output[1].isnan().all()
-    assert torch.equal(output[[0, 2, 3, 4, 5, 6]], healthy[[0, 2, 3, 4, 5, 6]])
 
 
 @pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, sinks=True)], ids=["plain", "sinks"])
@@ -419,13 +238,6 @@ def test_a_query_that_sees_nothing_gets_zeros_beside_queries_that_see(sinks: boo
     torch.testing.assert_close(blank.attend_without_lse(backend, kv_cache, plan), output, rtol=5e-6, atol=5e-6)
 
 
-@pytest.mark.parametrize("limit", [{"window": 20}, {"chunk": 20}], ids=str)
-@pytest.mark.parametrize("context_len", [19, 20, 21, 22])
-def test_a_fresh_prompt_about_as_long_as_what_a_query_sees(limit: dict[str, int], context_len: int) -> None:
-    spec = replace(PLAIN, **limit)
-    assert_matches_the_definition(make_case(np.random.default_rng(26), spec, [(context_len, context_len)]))
-
-
 @pytest.mark.parametrize("spec", [PLAIN, MLA, replace(PLAIN, kv_dtype="bfloat16")], ids=["plain", "mla", "converted"])
 def test_write_stores_each_token_in_its_slot_and_touches_nothing_else(spec: AttentionSpec) -> None:
     case = ordinary_rows(16, spec)
@@ -446,62 +258,6 @@ def test_write_stores_each_token_in_its_slot_and_touches_nothing_else(spec: Atte
             wanted[slot // 7, 0, slot % 7] = key[token]
             wanted[slot // 7, 1, slot % 7] = value[token]
     assert torch.equal(rows, before)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 4])
-def test_slot_minus_one_writes_nothing_even_when_all_are(num_tokens: int) -> None:
-    case = ordinary_rows(17)
-    backend = TorchSDPABackend(PLAIN)
-    rows = torch.arange(case.num_blocks).to(torch.uint8)[:, None].repeat(1, case.kv_cache_spec.page_bytes)
-    before = rows.clone()
-    new = torch.randn(num_tokens, 2, 16)
-    slots = torch.full((num_tokens,), -1)
-    backend.write(new, new, backend.bind(rows, case.kv_cache_spec), slots)
-    assert torch.equal(rows, before)
-
-
-@pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, dtype="bfloat16", kv_dtype="bfloat16"), MLA], ids=str)
-def test_pages_may_lie_apart_and_what_lies_between_stays_as_it_was(spec: AttentionSpec) -> None:
-    """Rows longer than the page, inside a buffer whose stride is longer than the rows."""
-    case = random_case(np.random.default_rng(18), spec, page_padding_bytes=12)
-    page_bytes = case.kv_cache_spec.page_bytes
-    buffer = torch.full((case.num_blocks, page_bytes + 100), 0xFF, dtype=torch.uint8)
-    rows = buffer[:, 8 : 8 + page_bytes + 12]
-    backend = TorchSDPABackend(spec)
-    kv_cache = backend.bind(rows, case.kv_cache_spec)
-    assert kv_cache.data_ptr() == rows.data_ptr()
-    case.write_history(backend, kv_cache)
-    case.write_new_tokens(backend, kv_cache)
-    output = case.attend_without_lse(backend, kv_cache, backend.plan(case.batch()))
-    tolerance = OUTPUT_TOLERANCE[spec.dtype]
-    np.testing.assert_allclose(output.double().numpy(), case.expected()[0], rtol=tolerance, atol=tolerance)
-    assert (buffer[:, :8] == 0xFF).all()
-    assert (buffer[:, 8 + page_bytes :] == 0xFF).all()
-    assert_matches_the_definition(case)
-
-
-def test_two_layers_of_different_dtype_share_one_buffer() -> None:
-    wide = random_case(np.random.default_rng(19), PLAIN)
-    narrow = random_case(np.random.default_rng(20), replace(PLAIN, dtype="bfloat16", kv_dtype="bfloat16"))
-    num_blocks = wide.num_blocks + narrow.num_blocks
-    buffer = torch.full((num_blocks, wide.kv_cache_spec.page_bytes), 0xFF, dtype=torch.uint8)
-    # The narrow layer's blocks come after the wide one's: one pool, two groups.
-    narrow = replace(
-        narrow,
-        rows=[
-            replace(row, blocks=np.where(row.blocks == 0, 0, row.blocks + wide.num_blocks).astype(np.int32))
-            for row in narrow.rows
-        ],
-    )
-    backends = [TorchSDPABackend(case.spec) for case in (wide, narrow)]
-    caches = [backend.bind(buffer, case.kv_cache_spec) for backend, case in zip(backends, (wide, narrow), strict=True)]
-    for write in (PagedCase.write_history, PagedCase.write_new_tokens):
-        for case, backend, kv_cache in zip((wide, narrow), backends, caches, strict=True):
-            write(case, backend, kv_cache)
-    for case, backend, kv_cache in zip((wide, narrow), backends, caches, strict=True):
-        output = case.attend_without_lse(backend, kv_cache, backend.plan(case.batch()))
-        tolerance = OUTPUT_TOLERANCE[case.spec.dtype]
-        np.testing.assert_allclose(output.double().numpy(), case.expected()[0], rtol=tolerance, atol=tolerance)
 
 
 def test_bind_says_why_bytes_do_not_fit() -> None:
@@ -541,26 +297,13 @@ def test_writing_keys_alone_needs_a_layer_that_keeps_keys_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_query_heads": 7}, "7 query heads are not a multiple of 2 KV heads."),
         ({"dtype": "int8"}, "dtype 'int8' is not one of float32, float16, bfloat16, float64."),
         ({"kv_dtype": "fp8"}, "kv_dtype 'fp8' is not one of float32, float16, bfloat16, float64."),
         ({"device": "abacus:0"}, "device 'abacus:0' is not a device that torch knows."),
-        ({"value_is_key_prefix": True}, "value_is_key_prefix needs 1 KV head, and there are 2."),
         (
             {"head_dim_v": 8},
             "head_dim_v 8 differs from head_dim 16, which is served only with value_is_key_prefix.",
         ),
-        (
-            {"value_is_key_prefix": True, "num_kv_heads": 1, "head_dim_v": 17},
-            "A value of 17 numbers is no prefix of a key of 16.",
-        ),
-        ({"window": 0}, "window is 0; it must be at least 1, or None."),
-        ({"chunk": -8}, "chunk is -8; it must be at least 1, or None."),
-        ({"keep_first": -1}, "keep_first is -1; it must not be negative."),
-        ({"soft_cap": 0.0}, "soft_cap is 0.0; it must be finite and above 0, or None."),
-        ({"scale": float("nan")}, "scale nan is not a finite number."),
-        ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be at least 1."),
-        ({"block_size": 0}, "block_size is 0; it must be at least 1."),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -573,16 +316,5 @@ def test_a_spec_that_cannot_be_served_is_refused_with_the_reason(changes: dict[s
 
 
 def test_all_reasons_are_named_at_once() -> None:
-    spec = replace(PLAIN, num_query_heads=5, dtype="int4", window=0, chunk=0, soft_cap=-1.0)
-    assert len(TorchSDPABackend.cannot_serve(spec)) == 5
-    for ability in ABILITIES.values():
-        assert TorchSDPABackend.cannot_serve(replace(PLAIN, **ability)) == []
-
-
-def test_rows_keep_their_pages_when_the_batch_is_reordered() -> None:
-    case = ordinary_rows(23)
-    backend = TorchSDPABackend(PLAIN)
-    kv_cache = case.filled_cache(backend)
-    reordered = replace_rows(case, [4, 2, 0, 1, 3])
-    output = reordered.attend_without_lse(backend, kv_cache, backend.plan(reordered.batch()))
-    np.testing.assert_allclose(output.double().numpy(), reordered.expected()[0], rtol=5e-6, atol=5e-6)
+    spec = replace(PLAIN, dtype="int4", kv_dtype="fp8", device="abacus:0", head_dim_v=8)
+    assert len(TorchSDPABackend.cannot_serve(spec)) == 4

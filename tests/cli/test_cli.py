@@ -13,7 +13,7 @@ from octavo.cli.app import run
 from octavo.cli.chat import Conversation
 from octavo.cli.main import main
 from octavo.cli.options import make_config
-from octavo.config import EngineConfig, field_sections
+from octavo.config import EngineConfig, PluginChoice, field_sections
 from octavo.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ConfigError, InvalidRequestError, ModelNotFoundError
@@ -25,8 +25,13 @@ FLAGS = {
     "device": (["cpu"], "cpu"),
     "max_model_len": (["4096"], 4096),
     "seed": (["7"], 7),
-    "attention_backend": (["flash"], "flash"),
-    "model_impl": (["llama"], "llama"),
+    "attention_backend": (['{ name = "flash", options = { tile = 64 } }'], PluginChoice("flash", {"tile": 64})),
+    "attention_backends": (
+        ['{ full_attention = "flash", window = { name = "b", options = { k = 1 } } }'],
+        {"full_attention": PluginChoice("flash"), "window": PluginChoice("b", {"k": 1})},
+    ),
+    "model_impl": (["llama"], PluginChoice("llama")),
+    "hooks": (["metrics, trace"], (PluginChoice("metrics"), PluginChoice("trace"))),
     "block_size": (["32"], 32),
     "num_kv_blocks": (["100"], 100),
     "kv_cache_memory_bytes": (["1073741824"], 2**30),
@@ -34,13 +39,16 @@ FLAGS = {
     "cpu_memory_share": (["0.125"], 0.125),
     "kv_cache_dtype": (["float16"], "float16"),
     "enable_prefix_caching": (None, False),
-    "hash_function": (["blake2b"], "blake2b"),
+    "hash_function": (["blake2b"], PluginChoice("blake2b")),
     "hash_seed": (["123"], "123"),
-    "kv_managers": (["full_attention=mine, other = theirs"], {"full_attention": "mine", "other": "theirs"}),
+    "kv_managers": (
+        ["full_attention=mine, other = theirs"],
+        {"full_attention": PluginChoice("mine"), "other": PluginChoice("theirs")},
+    ),
     "max_num_seqs": (["8"], 8),
     "max_num_batched_tokens": (["512"], 512),
     "enable_chunked_prefill": (None, False),
-    "request_queue": (["priority"], "priority"),
+    "request_queue": (["priority"], PluginChoice("priority")),
 }
 
 
@@ -119,6 +127,7 @@ def test_every_config_field_is_a_flag_of_its_name_with_dashes(fake_llm, command,
     assert run([command, "Hello", *arguments]) == 0
     (llm,) = fake_llm.made
     assert value_of(llm.config, name) == expected
+    assert llm.config.source_of(name) == f"flag --{flag}"
     assert llm.config == EngineConfig.from_flat(**{name: expected})
 
 
@@ -156,12 +165,28 @@ def test_max_model_len_is_nothing_else(text):
 @pytest.mark.parametrize(
     "text", ["mine", "full_attention", "full_attention=", "=mine", "a=b,", "a=b,c", "a= ", " =b", ""]
 )
-def test_kv_managers_are_pairs(text):
+@pytest.mark.parametrize("flag", ["--kv-managers", "--attention-backends"])
+def test_parts_by_kind_are_pairs(flag, text):
     with pytest.raises(ConfigError) as caught:
-        make_config(None, {"kv_managers": text})
-    assert str(caught.value) == (
-        f"--kv-managers is {text!r}; it must be pairs such as full_attention=my_manager, with commas."
-    )
+        make_config(None, {flag[2:].replace("-", "_"): text})
+    assert str(caught.value) == f"{flag} is {text!r}; it must be pairs such as full_attention=my_part, with commas."
+
+
+def test_hooks_are_names_or_what_a_file_would_have():
+    one, two = PluginChoice("one"), PluginChoice("two", {"path": "x,y"})
+    assert make_config(None, {"hooks": "one"}).hooks == (one,)
+    assert make_config(None, {"hooks": '["one", { name = "two", options = { path = "x,y" } }]'}).hooks == (one, two)
+    assert make_config(None, {"hooks": '{ name = "two", options = { path = "x,y" } }'}).hooks == (two,)
+    with pytest.raises(ConfigError) as caught:
+        make_config(None, {"hooks": "one,"})
+    assert str(caught.value) == "hooks.1 is '': it must be a name, or a table with a name and, if need be, options."
+
+
+def test_a_flag_takes_the_place_of_the_files_value_as_its_source(tmp_path):
+    path = tmp_path / "octavo.toml"
+    path.write_text("seed = 3\n[cache]\nblock_size = 32\n")
+    config = make_config(path, {"seed": 4})
+    assert [config.source_of(name) for name in ("seed", "block_size", "dtype")] == ["flag --seed", str(path), "default"]
 
 
 def test_a_name_that_looks_like_a_number_stays_a_name():
@@ -222,6 +247,13 @@ def test_wrong_usage_exits_with_2_and_says_how_to_get_help(fake_llm, capsys, arg
     assert fake_llm.made == []
 
 
+def test_an_unknown_flag_is_named(fake_llm, capsys):
+    assert run(["generate", "x", "--blok-size", "16"]) == 2
+    said = capsys.readouterr().err
+    assert "No such option: --blok-size" in said
+    assert "--block-size" in said
+
+
 def test_an_unexpected_error_keeps_its_traceback(fake_llm):
     fake_llm.error = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -240,7 +272,7 @@ def test_the_help_has_every_flag_in_full_with_its_default(capsys, monkeypatch, c
     for name in field_sections():
         assert "--" + name.replace("_", "-") in words
         default = value_of(EngineConfig(), name)
-        assert f"[default: {'none' if default is None else default}]" in text
+        assert f"[default: {'none' if default is None or default in ({}, ()) else default}]" in text
     assert "Tokens in a block. [default: 16]" in text
     assert "Requests that run at a time. [default: 64]" in text
 

@@ -4,9 +4,12 @@ import random
 
 import pytest
 
-from octavo.core.kv_cache_manager import Fit
+from octavo.core.block_pool import BlockPool
+from octavo.core.interfaces import FullAttentionSpec
+from octavo.core.kv_cache_manager import Fit, KVCacheManager
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.kv_managers.full_attention import FullAttentionManager
 from octavo.testing.engines import assert_pool_is_sound
 
 
@@ -52,6 +55,34 @@ def cache(make_kv):
 def test_a_request_takes_as_many_blocks_of_16_as_its_tokens_begin(cache, num_tokens, num_blocks):
     holder = cache(200, 16)
     assert len(holder.table(holder.start(range(num_tokens)))) == num_blocks
+
+
+class KeepsTwoBlocks(FullAttentionManager):
+    """As a window would: a query reads its own block and the one before it."""
+
+    def skipped_blocks(self, num_computed_tokens):
+        return range(max(num_computed_tokens // self.block_size - 1, 0))
+
+    @classmethod
+    def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
+        in_flight = -(-(spec.block_size - 1 + max_tokens_in_flight) // spec.block_size)
+        return min(2 + in_flight, -(-max_model_len // spec.block_size))
+
+
+def test_what_a_request_holds_at_a_time_decides_where_blocks_are_recycled():
+    spec = FullAttentionSpec(4, num_kv_heads=1, head_dim=1, dtype="float32")
+    pool = BlockPool(6)
+    kv = KVCacheManager(pool, [KeepsTwoBlocks(spec, pool, 0, 4)], None, max_tokens_in_flight=8)
+    # Two blocks behind, and a step of 8 tokens that begins anywhere in a block: five.
+    assert kv.could_ever_hold(1000)
+    request = Request("r", list(range(100)), SamplingParams(), max_model_len=10_000)
+    assert kv.can_admit(request, kv.get_computed_blocks(request))
+    pool.get_new_blocks(1)
+    verdict = kv.can_admit(request, kv.get_computed_blocks(request))
+    assert (verdict.fit, verdict.reason) == (Fit.WAIT_MEMORY, "5 blocks are needed, 4 are free")
+    # With larger steps more is held at a time.
+    roomier = KVCacheManager(BlockPool(6), [KeepsTwoBlocks(spec, pool, 0, 4)], None, max_tokens_in_flight=16)
+    assert roomier.could_ever_hold(1000).fit is Fit.NEVER
 
 
 def test_three_prompts_at_once_take_seven_four_and_thirteen_blocks(cache):

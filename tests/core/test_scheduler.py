@@ -5,7 +5,8 @@ import pytest
 from octavo.core.kv_cache_manager import Fit
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import InvalidRequestError, StepError
-from octavo.testing.engines import Finished, collect, run_to_end
+from octavo.request_queues import FCFSQueue
+from octavo.testing.engines import Finished, assert_nothing_leaks, collect, make_hashing_engine, run_to_end
 from octavo.testing.hashing_runner import expected_tokens
 
 
@@ -486,3 +487,25 @@ def test_a_verdict_is_true_exactly_when_it_fits(make_kv):
     assert kv.could_ever_hold(8)
     assert kv.could_ever_hold(9).fit is Fit.NEVER
     assert kv.could_ever_hold(9).reason == "9 tokens take 3 blocks, and the whole KV cache has 2"
+
+
+# -- a queue of somebody else's -----------------------------------------------------------------------------------
+
+
+class PickyQueue(FCFSQueue):
+    """Does not like long prompts."""
+
+    def add_request(self, request):
+        if request.num_tokens > 5:
+            raise RuntimeError("too long for me")
+        super().add_request(request)
+
+
+def test_a_request_that_the_queue_refuses_leaves_nothing_behind(make_kv):
+    engine, _ = make_hashing_engine(make_kv(20, 4), PickyQueue())
+    with pytest.raises(RuntimeError, match="too long for me"):
+        engine.add_request("long", range(10), SamplingParams(max_tokens=2))
+    assert not engine.has_unfinished_requests()
+    engine.add_request("short", [1, 2, 3], SamplingParams(max_tokens=2))
+    assert list(run_to_end(engine)) == ["short"]
+    assert_nothing_leaks(engine)

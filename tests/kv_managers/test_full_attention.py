@@ -9,6 +9,11 @@ from hypothesis import strategies as st
 from octavo.core.block_pool import BlockPool
 from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SingleTypeKVCacheManager
 from octavo.kv_managers.full_attention import FullAttentionManager
+from octavo.testing import KVCacheManagerSuite
+
+
+class TestFullAttention(KVCacheManagerSuite):
+    manager = "full_attention"
 
 
 class LastBlocksManager(SingleTypeKVCacheManager):
@@ -82,11 +87,6 @@ def test_a_hit_is_the_longest_aligned_run_from_the_start(pattern, max_blocks, al
     assert asked == list(range(min(first_missing + 1, max_blocks)))
 
 
-def test_it_serves_layers_that_keep_keys_and_values_of_every_token():
-    assert FullAttentionManager.serves is FullAttentionSpec
-    assert FullAttentionSpec.kind == "full_attention"
-
-
 # -- finding and adopting ---------------------------------------------------------------------------------------
 
 
@@ -112,13 +112,6 @@ def test_a_hit_is_a_multiple_of_the_alignment():
     manager = make_manager()
     cached(manager, 5)
     assert manager.find_longest_cache_hit(keys(5), 100, 8) == [1, 2, 3, 4]
-
-
-def test_keys_of_another_group_are_not_found():
-    manager = make_manager()
-    cached(manager, 3)
-    other = FullAttentionManager(manager.spec, manager.pool, 1, 2)
-    assert other.find_longest_cache_hit(keys(3), 100, 4) == []
 
 
 def test_what_nothing_will_read_is_null_in_a_hit():
@@ -153,30 +146,6 @@ def test_adopted_blocks_count_as_registered_and_null_entries_are_held_by_nobody(
     assert manager.cache_blocks(1, keys(6), 24) == [6]
     manager.free(1)
     assert manager.pool.num_free_blocks == 12
-
-
-@given(
-    num_cached=st.integers(0, 6),
-    num_hit=st.integers(0, 6),
-    num_tokens=st.integers(1, 40),
-    somebody_holds_them=st.booleans(),
-    manager_class=st.sampled_from([FullAttentionManager, LastBlocksManager]),
-)
-def test_the_number_of_blocks_to_allocate_is_what_adopting_and_allocating_take(
-    num_cached, num_hit, num_tokens, somebody_holds_them, manager_class
-):
-    manager = make_manager(manager_class)
-    cached(manager, num_cached)
-    hit = manager.find_longest_cache_hit(keys(num_cached), min(num_hit * 4, num_tokens - 1), 4)
-    if somebody_holds_them:
-        manager.allocate_new_computed_blocks(0, hit)
-    predicted = manager.get_num_blocks_to_allocate(-1, num_tokens, hit)
-    free = manager.pool.num_free_blocks
-    manager.allocate_new_computed_blocks(1, hit)
-    manager.allocate_new_blocks(1, num_tokens)
-    assert free - manager.pool.num_free_blocks == predicted
-    assert len(manager.block_table(1)) == -(-num_tokens // 4)
-    assert manager.get_num_blocks_to_allocate(1, num_tokens) == 0
 
 
 # -- registering ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Names become classes, and what cannot is said in full sentences."""
+"""What is found among installed packages, what a name stands for, and what is imported when."""
 
 import logging
 import subprocess
@@ -7,21 +7,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from fake_packages import QUEUE, fresh_scan, install, install_queue
 
 from octavo.core.interfaces import CONTRACT_VERSION
-from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginContractError, PluginError, PluginNotFound
-from octavo.plugins.families import ATTENTION_BACKENDS, FAMILIES, HASH_FUNCTIONS, MODELS, REQUEST_QUEUES
+from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginError, PluginNotFound
+from octavo.plugins.families import ATTENTION_BACKENDS, FAMILIES, HASH_FUNCTIONS, HOOKS, MODELS, REQUEST_QUEUES
 from octavo.plugins.registry import Plugin, Registry, scan
 from octavo.request_queues import FCFSQueue
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-
-QUEUE = """
-from octavo.request_queues import FCFSQueue
-
-class Queue(FCFSQueue):
-    pass
-"""
+OWN_QUEUES = ", ".join(plugin.name for plugin in scan().plugins(REQUEST_QUEUES) if plugin.is_built_in)
+FAMILIES_WITH_PARTS = [family for family in FAMILIES if family is not HOOKS]
 
 
 def queue_plugin(name, package="octavo", target="octavo.request_queues:FCFSQueue", version="1.0"):
@@ -35,61 +31,37 @@ def sentence_of(error, call, *args):
     return str(caught.value)
 
 
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """Makes a folder on sys.path into which packages can be put as an installer would."""
-    monkeypatch.syspath_prepend(tmp_path)
-    imported_before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - imported_before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-def install(site, package, entry_points, *, version="1.0", **modules):
-    info = site / f"{package.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
-    for name, source in modules.items():
-        (site / f"{name}.py").write_text(source)
-    return info
-
-
-def load_queue(site, source, name="theirs"):
-    """Install a package whose module `their_module` holds `source`; load the queue that it registers."""
-    install(site, "their-package", f"[octavo.request_queues]\n{name} = their_module:Queue\n", their_module=source)
-    return scan.__wrapped__().load(REQUEST_QUEUES, name)
-
-
 # -- Octavo's own parts -----------------------------------------------------------------------------------------
 
 
 def test_octavos_own_parts_are_what_its_package_registers():
     declared = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
-    assert {family.group for family in FAMILIES} == set(declared)
-    registry = scan()
-    for family in FAMILIES:
-        found = {plugin.name: plugin.target for plugin in registry.plugins(family) if plugin.is_built_in}
+    assert {family.group for family in FAMILIES_WITH_PARTS} == set(declared)
+    for family in FAMILIES_WITH_PARTS:
+        found = {plugin.name: plugin.target for plugin in scan().plugins(family) if plugin.is_built_in}
         assert found == declared[family.group], "reinstall with: pip install -e ."
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.group)
+def test_octavo_has_no_observer_of_its_own():
+    assert not [plugin for plugin in scan().plugins(HOOKS) if plugin.is_built_in]
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_PARTS, ids=lambda family: family.group)
 def test_each_of_them_loads_and_keeps_its_contract(family):
     built_in = [plugin for plugin in scan().plugins(family) if plugin.is_built_in]
     assert built_in
     for plugin in built_in:
         loaded = scan().load(family, plugin.name)
-        assert issubclass(loaded, family.contract)
-        assert loaded.contract_version == CONTRACT_VERSION
+        assert issubclass(loaded, family.contract())
+        assert vars(loaded)["contract_version"] == CONTRACT_VERSION
 
 
-def test_a_scan_imports_none_of_the_parts():
+def test_a_scan_imports_none_of_the_parts_and_nothing_heavy():
     targets = {plugin.target.partition(":")[0] for family in FAMILIES for plugin in scan().plugins(family)}
     code = "import sys; from octavo.plugins.registry import scan; scan(); print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not targets & set(modules)
-    assert "torch" not in modules
+    assert not {"torch", "numpy", "pydantic"} & set(modules)
 
 
 def test_one_scan_serves_a_whole_process():
@@ -110,11 +82,12 @@ def test_an_installed_package_adds_its_parts_without_being_imported(site):
         version="2.5",
         my_parts_module=broken,
     )
-    registry = scan.__wrapped__()
+    registry = fresh_scan()
     assert registry.find(REQUEST_QUEUES, "mine") == Plugin(
-        REQUEST_QUEUES, "mine", "my_parts_module:Queue", "my-parts", "2.5"
+        REQUEST_QUEUES, "mine", "my_parts_module:Queue", "my-parts", "2.5", str(site)
     )
     assert registry.find(HASH_FUNCTIONS, "quick").target == "my_parts_module:Quick"
+    assert registry.find(HASH_FUNCTIONS, "quick").origin == "my-parts 2.5"
     assert "my_parts_module" not in sys.modules
     assert not registry.find(REQUEST_QUEUES, "mine").is_built_in
 
@@ -122,7 +95,7 @@ def test_an_installed_package_adds_its_parts_without_being_imported(site):
 def test_loading_imports_the_chosen_part_and_no_other(site):
     install(site, "first-package", "[octavo.request_queues]\nfirst = first_module:Queue\n", first_module=QUEUE)
     install(site, "second-package", "[octavo.request_queues]\nsecond = second_module:Queue\n", second_module=QUEUE)
-    loaded = scan.__wrapped__().load(REQUEST_QUEUES, "second")
+    loaded = fresh_scan().load(REQUEST_QUEUES, "second")
     assert loaded.__module__ == "second_module"
     assert issubclass(loaded, FCFSQueue)
     assert "first_module" not in sys.modules
@@ -134,7 +107,7 @@ def test_a_package_met_twice_is_the_one_that_python_would_import(site, tmp_path,
     install(tmp_path / "earlier", "my-parts", entry, version="2.0")
     monkeypatch.syspath_prepend(tmp_path / "later")
     monkeypatch.syspath_prepend(tmp_path / "earlier")
-    registry = scan.__wrapped__()
+    registry = fresh_scan()
     assert registry.find(REQUEST_QUEUES, "mine").version == "2.0"
     with pytest.raises(PluginNotFound):
         registry.find(REQUEST_QUEUES, "gone")
@@ -150,12 +123,22 @@ def test_the_remains_of_a_package_are_passed_over_with_a_warning_and_the_rest_wo
     else:
         (info / "METADATA").unlink()
     with caplog.at_level(logging.WARNING):
-        registry = scan.__wrapped__()
+        registry = fresh_scan()
     assert registry.load(REQUEST_QUEUES, "fcfs") is FCFSQueue
     with pytest.raises(PluginNotFound):
         registry.find(REQUEST_QUEUES, "stale")
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(f"passing over a package in {site}, whose metadata cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    "entry_points", ["[console_scripts]\nnothing here\n", "garbled [\n", "[octavo_tools]\na = b:c\n"]
+)
+def test_what_packages_register_elsewhere_is_not_even_read(site, caplog, entry_points):
+    install(site, "theirs", entry_points)
+    with caplog.at_level(logging.WARNING):
+        assert fresh_scan().find(REQUEST_QUEUES, "fcfs").is_built_in
+    assert caplog.records == []
 
 
 def test_octavos_own_are_listed_first_then_by_name_and_package():
@@ -177,16 +160,51 @@ def test_octavos_own_are_listed_first_then_by_name_and_package():
 def test_a_misspelt_name_is_met_with_the_closest_and_all_there_are():
     registry = Registry([queue_plugin("fcfs"), queue_plugin("priority"), queue_plugin("mine", "my-parts")])
     assert sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, "priorty") == (
-        "No request queue is called 'priorty'. Did you mean 'priority'? Installed: fcfs, priority, mine."
+        "No request queue is called 'priorty'. Did you mean 'priority'? Installed: fcfs, priority, mine (my-parts 1.0)."
     )
     assert sentence_of(PluginNotFound, registry.load, REQUEST_QUEUES, "zzz") == (
-        "No request queue is called 'zzz'. Installed: fcfs, priority, mine."
+        "No request queue is called 'zzz'. Installed: fcfs, priority, mine (my-parts 1.0)."
     )
+    assert sentence_of(PluginNotFound, registry.load, HOOKS, "zzz") == "No observer is called 'zzz'. Installed: none."
 
 
 def test_names_of_other_families_are_not_suggested():
     assert sentence_of(PluginNotFound, scan().find, ATTENTION_BACKENDS, "fcfs").startswith(
         "No attention backend is called 'fcfs'. Installed: torch_sdpa"
+    )
+
+
+def test_a_package_that_is_named_and_not_installed_is_said_to_be_missing(site):
+    install_queue(site)
+    assert sentence_of(PluginNotFound, fresh_scan().find, REQUEST_QUEUES, "no-such-package:theirs") == (
+        "No request queue is called 'no-such-package:theirs'. Did you mean 'theirs'? No package 'no-such-package' is "
+        f"installed. Installed: {OWN_QUEUES}, theirs (their-package 1.0)."
+    )
+
+
+def test_a_package_that_is_named_and_registers_nothing_is_said_to_be_where_it_is(site):
+    install(site, "stale-parts", "", version="0.9")
+    assert sentence_of(PluginNotFound, fresh_scan().find, REQUEST_QUEUES, "stale-parts:mine") == (
+        f"No request queue is called 'stale-parts:mine'. stale-parts 0.9 in {site} registers none. Installed: "
+        f"{OWN_QUEUES}."
+    )
+
+
+def test_a_package_that_is_named_and_registers_others_has_them_listed_and_says_where_it_is(site):
+    entries = "[octavo.request_queues]\nfirst = m:A\nsecond = m:B\n"
+    install(site, "more-parts", entries, version="0.9")
+    assert sentence_of(PluginNotFound, fresh_scan().find, REQUEST_QUEUES, "more-parts:third") == (
+        f"No request queue is called 'more-parts:third'. more-parts 0.9 in {site} registers first, second. Installed: "
+        f"{OWN_QUEUES}, first (more-parts 0.9), second (more-parts 0.9)."
+    )
+
+
+def test_the_remains_of_a_package_that_is_named_are_said_to_be_where_they_are(site):
+    info = install(site, "stale-parts", "[octavo.request_queues]\nmine = m:A\n", version="0.9")
+    (info / "METADATA").unlink()
+    assert sentence_of(PluginNotFound, fresh_scan().find, REQUEST_QUEUES, "stale-parts:mine") == (
+        "No request queue is called 'stale-parts:mine'. stale-parts, whose metadata cannot be read, in "
+        f"{site} registers none. Installed: {OWN_QUEUES}."
     )
 
 
@@ -200,9 +218,11 @@ def test_a_name_that_two_packages_register_is_refused_with_both_and_either_can_b
     )
     assert registry.find(REQUEST_QUEUES, "one:mine") == one
     assert registry.find(REQUEST_QUEUES, "two:mine") == two
-    assert sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, "three:mine") == (
-        "No request queue is called 'three:mine'. Did you mean 'mine'? Installed: fcfs, mine."
+    assert registry.fault_of_name(one) == (
+        "The request queue mine (one_module:Queue, from one 1.0) shares its name with mine (two_module:Queue, from two "
+        "2.0). It is reached as 'one:mine' alone."
     )
+    assert registry.fault_of_name(queue_plugin("fcfs")) is None
 
 
 @pytest.mark.parametrize("spelling", ["my-parts", "my_parts", "My.Parts"])
@@ -212,12 +232,24 @@ def test_a_package_may_be_spelt_as_package_indexes_allow(spelling):
     assert registry.find(REQUEST_QUEUES, f"{spelling}:mine") == plugin
 
 
-def test_a_built_in_name_stays_octavos_whatever_is_installed_beside_it():
-    own, theirs = queue_plugin("fcfs"), queue_plugin("fcfs", "aaa")
-    registry = Registry([theirs, own])
-    assert registry.find(REQUEST_QUEUES, "fcfs") == own
-    assert registry.find(REQUEST_QUEUES, "octavo:fcfs") == own
-    assert registry.find(REQUEST_QUEUES, "aaa:fcfs") == theirs
+def test_a_built_in_name_stays_octavos_whatever_is_installed_beside_it(caplog):
+    own = queue_plugin("fcfs")
+    one, two = queue_plugin("fcfs", "aaa", "a:Queue"), queue_plugin("fcfs", "bbb", "b:Queue")
+    registry = Registry([two, one, own])
+    with caplog.at_level(logging.WARNING):
+        assert registry.find(REQUEST_QUEUES, "fcfs") == own
+        assert registry.find(REQUEST_QUEUES, "fcfs") == own
+        assert registry.find(REQUEST_QUEUES, "octavo:fcfs") == own
+        assert registry.find(REQUEST_QUEUES, "aaa:fcfs") == one
+    assert [record.getMessage() for record in caplog.records] == [
+        "the request queue 'fcfs' is Octavo's own; fcfs (a:Queue, from aaa 1.0) and fcfs (b:Queue, from bbb 1.0) "
+        "cannot take its name, and would be chosen as 'aaa:fcfs' or 'bbb:fcfs'"
+    ]
+    assert registry.fault_of_name(own) is None
+    assert registry.fault_of_name(one) == (
+        "The request queue fcfs (a:Queue, from aaa 1.0) uses a name that is reserved for Octavo's own. It is reached "
+        "as 'aaa:fcfs' alone; its authors should choose another name."
+    )
 
 
 def test_a_checkout_that_is_on_the_path_but_not_installed_says_so():
@@ -230,60 +262,99 @@ def test_a_checkout_that_is_on_the_path_but_not_installed_says_so():
     assert sentence_of(NotInstalled, only_theirs.find, REQUEST_QUEUES, "mine") == sentence
 
 
-# -- what is loaded ---------------------------------------------------------------------------------------------
+# -- what is imported -------------------------------------------------------------------------------------------
 
 
-def test_a_part_whose_import_fails_is_broken_and_the_cause_attached(site):
-    sentence = sentence_of(PluginBroken, load_queue, site, "import no_such_module_anywhere")
-    assert sentence == (
+def test_a_part_is_imported_once_a_process_however_often_it_is_loaded(site):
+    counting = QUEUE + "\nimport os\nos.environ['TIMES'] = str(int(os.environ['TIMES']) + 1)\n"
+    install_queue(site, counting)
+    code = (
+        "import os; os.environ['TIMES'] = '0'\n"
+        "from octavo.plugins.families import REQUEST_QUEUES\n"
+        "from octavo.plugins.registry import scan\n"
+        "assert scan() is scan()\n"
+        "one, two = scan().load(REQUEST_QUEUES, 'theirs'), scan().load(REQUEST_QUEUES, 'their-package:theirs')\n"
+        "assert one is two\n"
+        "print(os.environ['TIMES'])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "1\n"
+
+
+def test_a_part_whose_import_fails_is_broken_and_the_cause_attached_and_those_beside_it_work(site):
+    install_queue(site, "import no_such_module_anywhere")
+    install(site, "good-package", "[octavo.request_queues]\ngood = good_module:Queue\n", good_module=QUEUE)
+    registry = fresh_scan()
+    with pytest.raises(PluginBroken) as caught:
+        registry.load(REQUEST_QUEUES, "theirs")
+    assert str(caught.value) == (
         "The request queue theirs (their_module:Queue, from their-package 1.0) cannot be imported: "
         "ModuleNotFoundError: No module named 'no_such_module_anywhere'"
     )
-    with pytest.raises(PluginBroken) as caught:
-        scan.__wrapped__().load(REQUEST_QUEUES, "theirs")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert registry.load(REQUEST_QUEUES, "good").__module__ == "good_module"
+    assert registry.load(REQUEST_QUEUES, "fcfs") is FCFSQueue
 
 
-def test_a_module_without_the_class_is_broken(site):
-    assert sentence_of(PluginBroken, load_queue, site, "x = 1") == (
-        "The request queue theirs (their_module:Queue, from their-package 1.0) cannot be imported: "
-        "AttributeError: module 'their_module' has no attribute 'Queue'"
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("x = 1", "AttributeError: module 'their_module' has no attribute 'Queue'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def broken(:", "SyntaxError: invalid syntax (their_module.py, line 1)"),
+    ],
+)
+def test_whatever_an_import_fails_with_is_said(site, source, cause):
+    install_queue(site, source)
+    assert sentence_of(PluginBroken, fresh_scan().load, REQUEST_QUEUES, "theirs") == (
+        f"The request queue theirs (their_module:Queue, from their-package 1.0) cannot be imported: {cause}"
     )
 
 
-@pytest.mark.parametrize("source", ["class Queue: pass", "Queue = 5", "def Queue(): pass"])
-def test_a_part_that_is_no_subclass_of_the_contract_is_refused(site, source):
-    assert sentence_of(PluginContractError, load_queue, site, source) == (
-        "The request queue theirs (their_module:Queue, from their-package 1.0) is not a subclass of "
-        "octavo.core.interfaces.request_queue.RequestQueue, which it must be."
+def test_an_import_that_fails_half_way_leaves_nothing_of_its_package_and_can_be_tried_again(site):
+    entries = "[octavo.request_queues]\nmine = half_pkg.queues:Queue\n"
+    install(
+        site,
+        "half-package",
+        entries,
+        half_pkg____init__="",
+        half_pkg__helper="MENDED = False",
+        half_pkg__queues="import half_other\nfrom half_pkg import helper\nassert helper.MENDED, 'half-way'\n" + QUEUE,
+        half_other="",
     )
+    import half_pkg
+
+    registry = fresh_scan()
+    for _ in range(2):
+        assert sentence_of(PluginBroken, registry.load, REQUEST_QUEUES, "mine") == (
+            "The request queue mine (half_pkg.queues:Queue, from half-package 1.0) cannot be imported: "
+            "AssertionError: half-way"
+        )
+        # What was there before stays, and what others own; of the rest not even the package's attribute is left.
+        assert sys.modules["half_pkg"] is half_pkg
+        assert not [name for name in sys.modules if name.startswith("half_pkg.")]
+        assert not hasattr(half_pkg, "helper")
+        assert "half_other" in sys.modules
+    (site / "half_pkg" / "helper.py").write_text("MENDED = 'a longer file than before'")
+    assert registry.load(REQUEST_QUEUES, "mine").__module__ == "half_pkg.queues"
 
 
-def test_a_part_that_lacks_methods_is_refused_with_their_names(site):
-    source = (
-        "from octavo.core.interfaces import RequestQueue\n"
-        "class Queue(RequestQueue):\n"
-        "    def add_request(self, request): ...\n"
-        "    def pop_request(self): ...\n"
-        "    def peek_request(self): ...\n"
-        "    def __len__(self): return 0\n"
-        "    def __iter__(self): return iter(())\n"
+def test_a_package_whose_own_import_fails_is_forgotten_with_all_it_had_imported(site):
+    install(
+        site,
+        "half-package",
+        "[octavo.request_queues]\nmine = half_pkg:Queue\n",
+        half_pkg____init__="import half_pkg.a\nraise OSError('no')",
+        half_pkg__a="",
     )
-    assert sentence_of(PluginContractError, load_queue, site, source) == (
-        "The request queue theirs (their_module:Queue, from their-package 1.0) does not define prepend_request, "
-        "remove_request."
+    assert sentence_of(PluginBroken, fresh_scan().load, REQUEST_QUEUES, "mine") == (
+        "The request queue mine (half_pkg:Queue, from half-package 1.0) cannot be imported: OSError: no"
     )
-
-
-@pytest.mark.parametrize("version", [99, CONTRACT_VERSION - 1, None])
-def test_a_part_built_for_another_contract_version_is_refused_with_both_numbers(site, version):
-    source = QUEUE.replace("pass", f"contract_version = {version}")
-    assert sentence_of(PluginContractError, load_queue, site, source) == (
-        f"The request queue theirs (their_module:Queue, from their-package 1.0) was built for contract version "
-        f"{version}, and this Octavo has version {CONTRACT_VERSION}; install a release of their-package that was "
-        "built for it."
-    )
-
-
-def test_a_part_that_keeps_the_contract_loads(site):
-    assert load_queue(site, QUEUE)().heeds_priority is False
+    assert not {"half_pkg", "half_pkg.a"} & set(sys.modules)
+    (site / "half_pkg" / "__init__.py").write_text(QUEUE)
+    assert fresh_scan().load(REQUEST_QUEUES, "mine").__module__ == "half_pkg"

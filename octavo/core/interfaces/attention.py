@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,6 +50,9 @@ class AttentionSpec:
             denominator and carry no value.
         value_is_key_prefix: Whether a value is the first `head_dim_v` numbers of its key (MLA). Then only keys
             are stored and `write` gets None for the values.
+
+    Raises:
+        ValueError: The numbers make no sense together, whatever the backend; names each field at fault.
     """
 
     num_query_heads: int
@@ -68,13 +71,48 @@ class AttentionSpec:
     sinks: bool = False
     value_is_key_prefix: bool = False
 
+    def __post_init__(self) -> None:
+        if faults := [*self._faults()]:
+            raise ValueError(" ".join(faults))
+
+    def _faults(self) -> Iterator[str]:
+        """Yield what makes no sense to any backend, as sentences with the way out."""
+        for name in ("num_query_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size"):
+            if (count := getattr(self, name)) < 1:
+                yield f"{name} is {count}; it must be at least 1."
+        if self.num_kv_heads >= 1 and self.num_query_heads % self.num_kv_heads:
+            yield (
+                f"num_query_heads is {self.num_query_heads}, which is not a multiple of num_kv_heads, "
+                f"{self.num_kv_heads}; every KV head must serve equally many query heads."
+            )
+        if self.value_is_key_prefix and self.num_kv_heads != 1:
+            yield (
+                f"num_kv_heads is {self.num_kv_heads}, and value_is_key_prefix needs 1; "
+                "store one key a token, or turn value_is_key_prefix off."
+            )
+        if self.value_is_key_prefix and self.head_dim_v > self.head_dim:
+            yield (
+                f"head_dim_v is {self.head_dim_v}, and with value_is_key_prefix it must be at most head_dim, "
+                f"{self.head_dim}."
+            )
+        if not math.isfinite(self.scale):
+            yield f"scale is {self.scale}; it must be a finite number, such as head_dim**-0.5."
+        for name in ("window", "chunk"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                yield f"{name} is {size}; it must be at least 1, since every query sees itself, or None for all keys."
+        if self.keep_first < 0:
+            yield f"keep_first is {self.keep_first}; it must not be negative: 0 keeps none."
+        if self.soft_cap is not None and not (math.isfinite(self.soft_cap) and self.soft_cap > 0):
+            yield f"soft_cap is {self.soft_cap}; it must be finite and above 0, or None for no cap."
+
 
 @dataclass(frozen=True)
 class AttentionBatch:
     """One step's tokens, as one KV-cache group sees them.
 
     Row r of the batch owns the new tokens [query_starts[r], query_starts[r + 1]). Rows with exactly one new token
-    ("decode rows") come first. The host copies are numpy arrays with the same content.
+    ("decode rows") come first. A row without context is padding: it has no tokens, or some whose slots are -1 and whose
+    output nobody reads. The host copies are numpy arrays with the same content.
 
     Attributes:
         num_decode_rows: How many rows at the front have exactly one new token.
@@ -139,6 +177,8 @@ class AttentionBackend(ABC):
     def bind(self, rows: Tensor, spec: KVCacheSpec) -> Any:
         """Turn a layer's bytes into the `kv_cache` that `write` and `attend` take.
 
+        Called once a layer, and on a GPU before that once more, for the step that measures how much memory is left.
+
         Args:
             rows: One row a block, uint8. Rows may be longer than this layer's page, and their stride longer still:
                 the result must be a view, and must not assume that blocks lie back to back.
@@ -146,7 +186,8 @@ class AttentionBackend(ABC):
             spec: What the layer keeps.
 
         Returns:
-            By default the bytes viewed as `kv_cache_shape` says, in `AttentionSpec.kv_dtype`.
+            By default the bytes viewed as `kv_cache_shape` says, in `AttentionSpec.kv_dtype`. A layout must fit into
+            `spec.page_bytes`.
         """
         import torch
 
@@ -187,8 +228,3 @@ class AttentionBackend(ABC):
             With `return_lse` also the natural log-sum-exp of the scores, sinks included, float32.
             [num_tokens, num_query_heads]
         """
-
-
-def reasons_against(backend: type[AttentionBackend], specs: Sequence[AttentionSpec]) -> list[str]:
-    """Return every distinct reason why `backend` cannot serve all of `specs`, in order of appearance."""
-    return list(dict.fromkeys(reason for spec in specs for reason in backend.cannot_serve(spec)))

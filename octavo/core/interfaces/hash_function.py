@@ -12,7 +12,7 @@ class HashFunction(ABC):
     """Turns the canonical bytes of a block into its key.
 
     Core does the encoding and the chaining; a hash function sees bytes and returns bytes. The same bytes give the
-    same digest in every process and on every machine.
+    same digest in every process and on every machine. Several threads may call it at once.
     """
 
     # Each registered class states these: the contract version it was built for, as a number; and, if it takes options,

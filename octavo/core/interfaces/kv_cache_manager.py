@@ -36,7 +36,10 @@ class BlockSource(Protocol):
         """Add a reference to each block, taking it out of the free queue where it stands there."""
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference of each block. Order is eviction order: the first is handed out again first."""
+        """Drop a reference of each block. Order is eviction order: the first is handed out again first.
+
+        The null block is not among them.
+        """
 
     def is_free(self, block_id: int) -> bool:
         """Say whether the block stands in the free queue."""
@@ -87,7 +90,7 @@ class SingleTypeKVCacheManager(ABC):
         return -(-num_tokens // self.block_size)
 
     def skipped_blocks(self, num_computed_tokens: int) -> range:
-        """Return the table entries that no token after the first `num_computed_tokens` will read."""
+        """Return the table entries that no token after the first `num_computed_tokens` will read, without a gap."""
         return range(0)
 
     @abstractmethod
@@ -162,7 +165,10 @@ class SingleTypeKVCacheManager(ABC):
             self.num_cached_blocks[row] = first_block
 
     def remove_skipped_blocks(self, row: int, num_computed_tokens: int) -> None:
-        """Free the row's blocks that nothing later will read, leaving null entries in their place."""
+        """Free the row's blocks that nothing later will read, leaving null entries in their place.
+
+        Called again for as many tokens, it frees nothing more.
+        """
         skipped = self.skipped_blocks(num_computed_tokens)
         table = self.block_tables[row]
         removed = []

@@ -175,10 +175,14 @@ class PagedCase:
         block_table = self.table_filler.copy()
         for r, row in enumerate(self.rows):
             block_table[r, : len(row.blocks)] = row.blocks
-        slots = [
-            row.slots(row.context_len - row.num_queries, row.context_len, self.spec.block_size) for row in self.rows
-        ]
-        return make_batch(query_starts, context_lens, block_table, np.concatenate(slots), self.spec.device)
+        return make_batch(query_starts, context_lens, block_table, self.new_slots(), self.spec.device)
+
+    def new_slots(self) -> NDArray[np.int64]:
+        """Return where the step stores its tokens. [num_tokens]"""
+        block_size = self.spec.block_size
+        return np.concatenate(
+            [row.slots(row.context_len - row.num_queries, row.context_len, block_size) for row in self.rows]
+        )
 
     def queries(self) -> Tensor:
         """Return the new tokens' queries. [num_tokens, num_query_heads, head_dim]"""
@@ -198,8 +202,9 @@ class PagedCase:
     def write_history(self, backend: AttentionBackend, kv_cache: Any) -> None:
         """Store what came before the step in several steps of random size, as chunked prefill would.
 
-        Afterwards the kept slots that no query of the step sees are overwritten with infinities: what is there is
-        nobody's business any more.
+        Rows may share blocks: each slot is written once, and those that the step itself fills are left out. Afterwards
+        the kept slots that no query of the step sees are overwritten with infinities: what is there is nobody's
+        business any more.
         """
         rng = np.random.default_rng(self.seed)
         done = [0] * len(self.rows)
@@ -208,19 +213,19 @@ class PagedCase:
             starts = list(done)
             done = [min(e, d + int(rng.integers(0, 2 + e))) for d, e in zip(done, ends, strict=True)]
             self._write_spans(backend, kv_cache, starts, done)
+        seen_slots = np.concatenate([self._seen_history_slots(row) for row in self.rows])
         for row in self.rows:
             first_query = row.context_len - row.num_queries
-            is_seen = sees(self.spec, np.arange(first_query, row.context_len), np.arange(first_query)).any(axis=0)
-            unseen = np.flatnonzero(~is_seen)
+            slots = row.slots(0, first_query, self.spec.block_size)
+            unseen = np.flatnonzero(~np.isin(slots, seen_slots) & (slots >= 0))
             if len(unseen):
                 garbage = torch.full_like(row.keys[unseen], torch.inf)
-                slots = torch.from_numpy(row.slots(0, first_query, self.spec.block_size)[unseen])
                 values = torch.full_like(row.values[unseen], -torch.inf)
                 backend.write(
                     garbage.to(self.spec.device),
                     self._stored_values(values),
                     kv_cache,
-                    slots.to(self.spec.device),
+                    torch.from_numpy(slots[unseen]).to(self.spec.device),
                 )
 
     def write_new_tokens(self, backend: AttentionBackend, kv_cache: Any) -> None:
@@ -282,7 +287,16 @@ class PagedCase:
         keys = torch.cat([row.keys[s:e] for row, s, e in spans]).to(self.spec.device)
         values = torch.cat([row.values[s:e] for row, s, e in spans])
         slots = np.concatenate([row.slots(s, e, self.spec.block_size) for row, s, e in spans])
+        is_first = np.zeros(len(slots), dtype=np.bool_)
+        is_first[np.unique(slots, return_index=True)[1]] = True
+        slots = np.where(is_first & ~np.isin(slots, self.new_slots()), slots, -1)
         backend.write(keys, self._stored_values(values), kv_cache, torch.from_numpy(slots).to(self.spec.device))
+
+    def _seen_history_slots(self, row: RowHistory) -> NDArray[np.int64]:
+        """Return where those tokens of a row's past are that some query of the step sees. [num_seen]"""
+        first_query = row.context_len - row.num_queries
+        is_seen = sees(self.spec, np.arange(first_query, row.context_len), np.arange(first_query)).any(axis=0)
+        return row.slots(0, first_query, self.spec.block_size)[is_seen]
 
     def _stored_values(self, values: Tensor) -> Tensor | None:
         return None if self.spec.value_is_key_prefix else values.to(self.spec.device)

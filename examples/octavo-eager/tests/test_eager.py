@@ -1,0 +1,5 @@
+from octavo.testing import AttentionBackendSuite
+
+
+class TestEager(AttentionBackendSuite):
+    backend = "eager"

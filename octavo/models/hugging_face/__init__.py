@@ -1,0 +1,1 @@
+"""Any causal language model of transformers, with its attention replaced: the model `transformers`."""

@@ -1,0 +1,127 @@
+"""Whether what a package registers is what its family's contract asks for."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from octavo.core.interfaces.version import CONTRACT_VERSION
+from octavo.errors import PluginContractError
+from octavo.plugins.families import Family
+
+logger = logging.getLogger(__name__)
+
+
+def check_contract(family: Family, loaded: Any, shown: str, package: str, *, is_built_in: bool) -> None:
+    """Raise when `loaded` is not a part of this family; warn when it was built for the previous contract version.
+
+    Args:
+        family: The extension point that it was registered under.
+        loaded: What the entry point led to.
+        shown: How sentences call it: name, target, package and version.
+        package: Where a better release of it would come from.
+        is_built_in: Whether it is one of Octavo's own.
+
+    Raises:
+        PluginContractError: The message says what is missing.
+    """
+    contract = family.contract()
+    subject = f"The {family.label} {shown}"
+    if contract is not None:
+        if not (isinstance(loaded, type) and issubclass(loaded, contract)):
+            raise PluginContractError(
+                f"{subject} is not a subclass of {contract.__module__}.{contract.__qualname__}, which it must be."
+            )
+        missing = sorted(getattr(loaded, "__abstractmethods__", ()))
+        if missing:
+            raise PluginContractError(f"{subject} does not define {', '.join(missing)}.")
+    # First, because a part for another version may be different in everything below.
+    _check_version(subject, _stated_version(loaded, is_built_in), package)
+    if contract is not None:
+        for fault in [*_missing_attributes(contract, loaded), *_signature_faults(family, contract, loaded)]:
+            raise PluginContractError(f"{subject} {fault}")
+
+
+def _stated_version(loaded: Any, is_built_in: bool) -> Any:
+    """Return the contract version that the part itself states; None when it does not.
+
+    One that it inherits from a class of Octavo's says what that class was built for.
+    """
+    if not isinstance(loaded, type):
+        return getattr(loaded, "contract_version", None)
+    for ancestor in loaded.__mro__:
+        if "contract_version" in vars(ancestor):
+            is_octavos = ancestor.__module__.partition(".")[0] == "octavo"
+            return None if is_octavos and not is_built_in else vars(ancestor)["contract_version"]
+    return None
+
+
+def _check_version(subject: str, version: Any, package: str) -> None:
+    if version is None:
+        raise PluginContractError(
+            f"{subject} does not say which contract version it was built for. This Octavo has version "
+            f"{CONTRACT_VERSION}; a part that was built for it says: contract_version = {CONTRACT_VERSION}"
+        )
+    if type(version) is int and version == CONTRACT_VERSION:
+        return
+    if type(version) is int and version == CONTRACT_VERSION - 1:
+        logger.warning(
+            "%s was built for contract version %d, and this Octavo has version %d; it is used, and the next version "
+            "will refuse it",
+            f"{subject[0].lower()}{subject[1:]}",
+            version,
+            CONTRACT_VERSION,
+        )
+        return
+    is_newer = type(version) is int and version > CONTRACT_VERSION
+    way_out = "install an Octavo that has it" if is_newer else f"install a release of {package} that was built for it"
+    raise PluginContractError(
+        f"{subject} was built for contract version {version!r}, and this Octavo has version {CONTRACT_VERSION}; "
+        f"{way_out}."
+    )
+
+
+def _missing_attributes(contract: type, loaded: type) -> Iterator[str]:
+    """Yield what the contract declares without giving it a value, and the class does not set either."""
+    for name in contract.__annotations__:
+        if not hasattr(contract, name) and not hasattr(loaded, name):
+            yield f"does not set {name}."
+
+
+def _signature_faults(family: Family, contract: type, loaded: type) -> Iterator[str]:
+    """Yield the methods that could not be called as the contract calls them."""
+    for name, promised in vars(contract).items():
+        own = inspect.getattr_static(loaded, name, None)
+        if name.startswith("_") or own is promised or not isinstance(promised, (FunctionType, classmethod)):
+            continue
+        if isinstance(promised, classmethod) and isinstance(own, FunctionType):
+            yield f"defines {name} without @classmethod."
+            continue
+        if not isinstance(own, (FunctionType, classmethod, staticmethod)):
+            continue
+        wanted = _parameters(promised)
+        if name == family.factory and getattr(loaded, "Options", None) is not None:
+            wanted.append(inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY))
+        offered = inspect.Signature(_parameters(own))
+        # Callers that leave out what has a default must be served too.
+        for passed in (wanted, [p for p in wanted if p.default is p.empty]):
+            positional = [p.name for p in passed if p.kind is not p.KEYWORD_ONLY]
+            by_name = {p.name: "..." for p in passed if p.kind is p.KEYWORD_ONLY}
+            try:
+                offered.bind(*positional, **by_name)
+            except TypeError as cause:
+                call = ", ".join([*positional, *(f"{key}=..." for key in by_name)])
+                yield f"defines {name}{offered}, which cannot be called as {name}({call}): {cause}."
+                break
+
+
+def _parameters(method: FunctionType | classmethod[Any, Any, Any] | staticmethod[Any, Any]) -> list[inspect.Parameter]:
+    """Return a method's parameters, as a caller sees them: without self or cls."""
+    function = method if isinstance(method, FunctionType) else method.__func__
+    parameters = list(inspect.signature(function).parameters.values())
+    if isinstance(method, staticmethod) or (parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL):
+        return parameters
+    return parameters[1:]

@@ -1,0 +1,116 @@
+"""A plugin that was chosen: found, imported, checked, and given its options."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import PluginChoice
+from octavo.errors import OctavoError, PluginBroken, PluginContractError, PluginOptionsError
+from octavo.plugins.families import Family
+from octavo.plugins.registry import Plugin, Registry
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+@dataclass(frozen=True)
+class Part:
+    """A plugin, ready to be made an object of.
+
+    Attributes:
+        plugin: What was registered.
+        loaded: The class, or an observer's module.
+        options: An instance of its `Options`; None when it has none.
+    """
+
+    plugin: Plugin
+    loaded: Any
+    options: Any
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What its constructor gets as keyword arguments, besides what the family's contract says."""
+        return {} if self.options is None else {"options": self.options}
+
+    def create(self, *arguments: Any) -> Any:
+        """Make the object.
+
+        Raises:
+            PluginBroken: Its constructor raised something that is not one of Octavo's own errors.
+        """
+        with self.blamed("when it was made"):
+            return self.loaded(*arguments, **self.keywords)
+
+    @contextmanager
+    def blamed(self, occasion: str) -> Iterator[None]:
+        """Name the plugin in what it raises, unless the error is one of Octavo's own and speaks for itself."""
+        try:
+            yield
+        except OctavoError:
+            raise
+        except Exception as cause:
+            raise PluginBroken(
+                f"The {self.plugin.family.label} {self.plugin} raised {type(cause).__name__} {occasion}: {cause}"
+            ) from cause
+
+
+def choose(registry: Registry, family: Family, choice: PluginChoice) -> Part:
+    """Return the part that a config names.
+
+    Raises:
+        PluginError: It cannot be had, or does not take the options.
+    """
+    return load_part(registry, registry.find(family, choice.name), choice.options)
+
+
+def load_part(registry: Registry, plugin: Plugin, options: dict[str, Any]) -> Part:
+    """As `choose`, for a plugin that was found before."""
+    loaded = registry.load_plugin(plugin)
+    return Part(plugin, loaded, _checked_options(plugin, loaded, options))
+
+
+def _checked_options(plugin: Plugin, loaded: Any, given: dict[str, Any]) -> Any:
+    subject = f"the {plugin.family.label} {plugin}"
+    schema = getattr(loaded, "Options", None)
+    if schema is None:
+        if given:
+            raise PluginOptionsError(f"T{subject[1:]} takes no options, and was given {', '.join(map(repr, given))}.")
+        return None
+    from pydantic import BaseModel, ValidationError
+
+    if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
+        raise PluginContractError(f"T{subject[1:]} has Options that are not a pydantic model.")
+    names = [field.alias or name for name, field in schema.model_fields.items()]
+    if schema.model_config.get("extra") != "allow":
+        # Whatever the model's own setting: an option that nobody reads is a mistake.
+        for name in given:
+            if name not in names and name not in schema.model_fields:
+                close = difflib.get_close_matches(name, names, n=1)
+                suggestion = f" Did you mean {close[0]!r}?" if close else ""
+                raise PluginOptionsError(
+                    f"T{subject[1:]} does not take the option {name!r}.{suggestion} It takes: "
+                    f"{', '.join(names) or 'none'}."
+                )
+    try:
+        return schema.model_validate(copy.deepcopy(given))
+    except ValidationError as error:
+        raise PluginOptionsError(" ".join(_sentence(fault, subject, schema) for fault in error.errors())) from None
+
+
+def _sentence(fault: Any, subject: str, schema: type[BaseModel]) -> str:
+    name = ".".join(map(str, fault["loc"]))
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "missing":
+        return f"The option {name!r} of {subject} is missing, and has no default."
+    if not name:
+        return f"The options of {subject} cannot go together: {message[0].lower()}{message[1:]}."
+    # What a schema calls secret must not end in a log.
+    fields = {field.alias or key: field for key, field in schema.model_fields.items()} | schema.model_fields
+    is_secret = "Secret" in repr(fields.get(str(fault["loc"][0])))
+    value = "not valid" if is_secret else repr(fault["input"])
+    return f"The option {name!r} of {subject} is {value}: {message[0].lower()}{message[1:]}."

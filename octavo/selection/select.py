@@ -1,0 +1,189 @@
+"""Names become classes here, before any weight is read.
+
+config ── names ──► parts ── model's spec ──► KV-cache groups ── each: a manager, a backend ──► Selection
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.config import EngineConfig, PluginChoice, environment_warnings
+from octavo.core.interfaces import Checkpoint, ModelSpec
+from octavo.core.kv_cache_config import KVCacheGroup, make_groups
+from octavo.errors import ConfigError, PluginOptionsError, PluginUnsuitable
+from octavo.plugins.families import ATTENTION_BACKENDS, HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
+from octavo.plugins.hooks import Observers
+from octavo.plugins.part import Part, choose
+from octavo.plugins.registry import Registry
+from octavo.selection.backends import check_serves, first_that_serves
+from octavo.selection.report import Chosen, GroupSelection, ModelNeeds, Rejected, Selection
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+# The model class that "auto" takes where no other of Octavo's own is registered for the model_type.
+FALLBACK_MODEL = "transformers"
+
+
+def select(config: EngineConfig, registry: Registry) -> Selection:
+    """Choose every part.
+
+    Raises:
+        PluginError: A part that was chosen by name cannot be had, or cannot serve.
+        ModelError: The model cannot be found, read or served.
+        ConfigError: Settings contradict each other or the model.
+    """
+    # Names are looked up before the model's files: a misspelt one should not take a minute to be found.
+    queue = _named(config, registry, REQUEST_QUEUES.setting, config.scheduler.request_queue)
+    hash_function = _named(config, registry, HASH_FUNCTIONS.setting, config.cache.hash_function)
+    observers = _observers(config, registry)
+    hooks = Observers([observer.part for observer in observers])
+    backends, managers = _backends_by_kind(config, registry), _managers_by_kind(config, registry)
+    default_backend = _named_unless_auto(config, registry, ATTENTION_BACKENDS.setting, config.attention_backend)
+    needs = model_needs(config, registry)
+    for setting, choices in (("attention_backends", backends), ("kv_managers", managers)):
+        _check_kinds(setting, choices, needs.groups)
+    groups = []
+    for group in needs.groups:
+        specs, kind = needs.attention_specs(group), group.spec.kind
+        backend = backends.get(kind, default_backend)
+        if backend is None:
+            backend, others = first_that_serves(config, registry, specs)
+        else:
+            check_serves(registry, backend.part, specs)
+            others = tuple(
+                Rejected(plugin, ("Not asked for.",))
+                for plugin in registry.plugins(ATTENTION_BACKENDS)
+                if plugin != backend.part.plugin
+            )
+        manager = managers.get(kind) or _default_manager(registry, kind)
+        _check_manager(manager.part, group)
+        groups.append(GroupSelection(group, manager, backend, others))
+    return Selection(needs, tuple(groups), queue, hash_function, observers, hooks)
+
+
+def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:
+    """Open the model's files and find what its layers compute and keep. No weight is read.
+
+    Raises:
+        ModelError: The model cannot be found, read or served.
+        PluginError: The model class that was chosen by name cannot be had.
+        ConfigError: The device or dtype cannot be used, or nothing can hold what the layers keep.
+    """
+    for sentence in environment_warnings():
+        logger.warning("%s", sentence)
+    named = _named_unless_auto(config, registry, MODELS.setting, config.model_impl)
+    # Imported here, for torch takes more than a second.
+    from octavo.models.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(config.model)
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device, checkpoint)
+    model = named or _model_by_type(config, registry, checkpoint.config.get("model_type"))
+    kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
+    with model.part.blamed("when it was asked what the model needs"):
+        spec: ModelSpec = model.part.loaded.spec_from_config(
+            checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
+        )
+    return ModelNeeds(checkpoint, model, spec, make_groups(spec.kv_cache_specs), device, dtype)
+
+
+# -- single parts -----------------------------------------------------------------------------------------------
+
+
+def _named(config: EngineConfig, registry: Registry, setting: str, choice: PluginChoice) -> Chosen:
+    family = {f.setting: f for f in (ATTENTION_BACKENDS, REQUEST_QUEUES, HASH_FUNCTIONS, MODELS)}[setting]
+    return Chosen(choose(registry, family, choice), config.source_of(setting))
+
+
+def _named_unless_auto(config: EngineConfig, registry: Registry, setting: str, choice: PluginChoice) -> Chosen | None:
+    if choice.name != AUTO:
+        return _named(config, registry, setting, choice)
+    if choice.options:
+        raise PluginOptionsError(
+            f"{setting} is 'auto', which takes no options, and was given {', '.join(map(repr, choice.options))}; name "
+            "the part that they are for."
+        )
+    return None
+
+
+def _observers(config: EngineConfig, registry: Registry) -> tuple[Chosen, ...]:
+    observers: list[Chosen] = []
+    for choice in config.hooks:
+        part = choose(registry, HOOKS, choice)
+        if any(part.plugin == earlier.part.plugin for earlier in observers):
+            raise ConfigError(f"hooks lists the observer {part.plugin} twice; it would be told everything twice.")
+        observers.append(Chosen(part, config.source_of("hooks")))
+    return tuple(observers)
+
+
+def _backends_by_kind(config: EngineConfig, registry: Registry) -> dict[str, Chosen]:
+    source = config.source_of("attention_backends")
+    return {
+        kind: Chosen(choose(registry, ATTENTION_BACKENDS, choice), source)
+        for kind, choice in config.attention_backends.items()
+    }
+
+
+def _managers_by_kind(config: EngineConfig, registry: Registry) -> dict[str, Chosen]:
+    source = config.source_of("kv_managers")
+    return {
+        kind: Chosen(choose(registry, KV_MANAGERS, choice), source) for kind, choice in config.cache.kv_managers.items()
+    }
+
+
+def _default_manager(registry: Registry, kind: str) -> Chosen:
+    return Chosen(choose(registry, KV_MANAGERS, PluginChoice(kind)), "default", "named as what the layers keep")
+
+
+def _model_by_type(config: EngineConfig, registry: Registry, model_type: Any) -> Chosen:
+    # With "auto" only Octavo's own models are taken: installing a package changes nothing by itself.
+    native = {plugin.name for plugin in registry.plugins(MODELS) if plugin.is_built_in}
+    is_native = model_type in native
+    reason = f"model_type is {model_type!r}" if is_native else f"no class of Octavo's own for model_type {model_type!r}"
+    part = choose(registry, MODELS, PluginChoice(model_type if is_native else FALLBACK_MODEL))
+    return Chosen(part, config.source_of("model_impl"), f"'auto': {reason}")
+
+
+def _check_manager(part: Part, group: KVCacheGroup) -> None:
+    with part.blamed("when it was asked what it serves"):
+        serves_it = isinstance(group.spec, part.loaded.serves)
+    if not serves_it:
+        raise PluginUnsuitable(
+            f"The KV-cache manager {part.plugin} serves {part.loaded.serves.__name__}, and the model's layers keep "
+            f"{type(group.spec).__name__}; choose another one in kv_managers."
+        )
+
+
+def _check_kinds(setting: str, choices: Mapping[str, Chosen], groups: Sequence[KVCacheGroup]) -> None:
+    kinds = [group.spec.kind for group in groups]
+    for kind, chosen in choices.items():
+        if kind not in kinds:
+            raise ConfigError(
+                f"{setting} chooses '{chosen.part.plugin.name}' for the kind {kind!r}, and the model's layers keep: "
+                f"{', '.join(kinds)}."
+            )
+
+
+def _dtype(dtype: str, device: str, checkpoint: Checkpoint) -> str:
+    if dtype != AUTO:
+        return dtype
+    return "float32" if device == "cpu" else checkpoint.dtype
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == AUTO:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as cause:
+        raise ConfigError(f"device is {device!r}, which torch does not know: {str(cause).splitlines()[0]}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, and torch sees no GPU here; set device='cpu' or leave it at 'auto'.")
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and device != "cpu"):
+        raise ConfigError(f"device is {device!r}; Octavo runs on 'cpu' and on 'cuda' devices.")
+    return device

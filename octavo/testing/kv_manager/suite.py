@@ -1,0 +1,399 @@
+"""The conformance suite of KV-cache managers.
+
+    from octavo.testing import KVCacheManagerSuite
+
+    class TestSlidingWindow(KVCacheManagerSuite):
+        manager = "sliding_window"
+        specs = (SlidingWindowSpec(block_size=4, window=10), SlidingWindowSpec(block_size=1, window=3))
+
+        def reads(self, spec, query_position, key_position):
+            return key_position > query_position - spec.window
+
+`reads` is the definition that the manager is held to: what may be dropped, what a hit needs and what must be in the
+table all follow from it by brute force.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from octavo.core.block_pool import BlockPool
+from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SingleTypeKVCacheManager
+from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK
+from octavo.plugins.families import KV_MANAGERS
+from octavo.testing.conformance import (
+    ConformanceSuite,
+    RuleBroken,
+    SuiteMisusedError,
+    check_contract_version,
+    check_trace,
+    one_liner,
+    reproducible,
+)
+from octavo.testing.kv_manager.reads import ReadModel, longest_supported
+from octavo.testing.kv_manager.rules import BLOCKS_STAY_BOUNDED, HIT_IS_WHAT_IS_CACHED, CheckedPool, snapshot
+from octavo.testing.kv_manager.world import ManagerWorld
+
+SERVES_A_SPEC = "`serves` is the KVCacheSpec subclass that the manager is for, and the specs are of it."
+SPECS_ARE_VALUES = "A spec is a plain value: equal where its numbers are equal, hashable, with a kind and a page size."
+TABLE_COVERS_TOKENS = "num_blocks_needed has an entry for every block of tokens begun, and never falls."
+SKIPPED_IS_NOT_READ = "skipped_blocks names no block that a later query reads."
+QUESTIONS_ARE_PURE = "The three questions change nothing: asked again, they answer the same."
+BOUND_IS_MONOTONE = "max_blocks_per_request is at least one block, and a longer request or step never lowers it."
+PREFIX_IS_LONGEST = "longest_prefix is the largest aligned number of blocks that the cached ones support."
+PREFIX_ASKS_WITHIN = "longest_prefix asks only about the blocks below its limit, by number."
+LOOKING_CHANGES_NOTHING = "find_longest_cache_hit changes nothing, and asks the pool each time."
+GROUPS_ARE_APART = "A group finds only what was registered in it."
+
+# All patterns of so many blocks are tried; longer ones at random.
+MAX_EXHAUSTIVE_BLOCKS = 7
+NUM_RANDOM_PATTERNS = 200
+TRACE_LENGTH = 100
+
+
+class KVCacheManagerSuite(ConformanceSuite):
+    """Holds a KV-cache manager to its contract.
+
+    Attributes:
+        manager: The class, or the name that it is registered under.
+        specs: What to test it with; small blocks and windows show more. By default some `FullAttentionSpec`s, for a
+            manager that serves them.
+        max_model_len: Tokens in the longest text of a test. By default 48, or 16 blocks where that is more; it has to
+            be several times what the manager keeps.
+        num_traces: Random traces for each spec.
+    """
+
+    manager: ClassVar[str | type[SingleTypeKVCacheManager]]
+    specs: ClassVar[Sequence[KVCacheSpec]] = ()
+    max_model_len: ClassVar[int | None] = None
+    num_traces: ClassVar[int] = 20
+
+    # -- what the author says -----------------------------------------------------------------------------------
+
+    def reads(self, spec: Any, query_position: int, key_position: int) -> bool:
+        """Say whether a query reads the key at a position that is not after its own. By default all of them."""
+        return True
+
+    def blocks_needed_for_hit(self, spec: Any, num_blocks: int) -> Iterable[int]:
+        """Return which of the first `num_blocks` blocks must be cached for a hit of that length.
+
+        By default those that a later query reads. A manager that demands more says so here, and in its docs.
+        """
+        return self._model(spec).blocks_read_after(num_blocks * spec.block_size, num_blocks)
+
+    # -- the class and its specs --------------------------------------------------------------------------------
+
+    @reproducible
+    def test_the_class_states_its_contract_version_and_what_it_serves(self) -> None:
+        manager = self._manager_class()
+        check_contract_version(manager, SingleTypeKVCacheManager)
+        serves = getattr(manager, "serves", None)
+        if not (isinstance(serves, type) and issubclass(serves, KVCacheSpec)):
+            raise RuleBroken(SERVES_A_SPEC, f"{manager.__name__}.serves is {serves!r}")
+        for spec in self._specs():
+            if not isinstance(spec, serves):
+                raise RuleBroken(SERVES_A_SPEC, f"it serves {serves.__name__}, and is tested with {spec!r}")
+
+    @reproducible
+    def test_specs_are_plain_values(self) -> None:
+        for spec in self._specs():
+            kind, page_bytes = getattr(spec, "kind", None), spec.page_bytes
+            if not isinstance(kind, str) or not kind:
+                raise RuleBroken(SPECS_ARE_VALUES, f"the kind of {spec!r} is {kind!r}")
+            if type(page_bytes) is not int or page_bytes < 1:
+                raise RuleBroken(SPECS_ARE_VALUES, f"the page_bytes of {spec!r} are {page_bytes!r}")
+            fields = {field.name for field in dataclasses.fields(spec)}
+            stated = {name for name, kind in vars(type(spec)).get("__annotations__", {}).items() if _is_field(kind)}
+            if stated - fields:
+                raise RuleBroken(
+                    SPECS_ARE_VALUES, f"{sorted(stated - fields)} are no fields; {type(spec)} lacks @dataclass"
+                )
+            twin, larger = copy.copy(spec), dataclasses.replace(spec, block_size=2 * spec.block_size)
+            if twin != spec or _hash_of(twin) != _hash_of(spec):
+                raise RuleBroken(SPECS_ARE_VALUES, f"{spec!r} and a copy of it differ")
+            if larger == spec:
+                raise RuleBroken(SPECS_ARE_VALUES, f"{spec!r} equals one with another block_size")
+
+    # -- the three questions ------------------------------------------------------------------------------------
+
+    @reproducible
+    def test_the_table_has_an_entry_for_every_block_of_tokens(self) -> None:
+        for spec in self._specs():
+            manager, before = self._make(spec), 0
+            for num_tokens in range(self._max_model_len(spec) + 1):
+                num_blocks = manager.num_blocks_needed(num_tokens)
+                if num_blocks * spec.block_size < num_tokens or num_blocks < before:
+                    raise RuleBroken(
+                        TABLE_COVERS_TOKENS,
+                        f"num_blocks_needed({num_tokens}) is {num_blocks}, after {before} for a token less; {spec}",
+                    )
+                if num_blocks != manager.num_blocks_needed(num_tokens):
+                    raise RuleBroken(QUESTIONS_ARE_PURE, f"num_blocks_needed({num_tokens}); {spec}")
+                before = num_blocks
+
+    @reproducible
+    def test_what_is_skipped_is_never_read_again(self) -> None:
+        for spec in self._specs():
+            manager, model = self._make(spec), self._model(spec)
+            for num_tokens in range(self._max_model_len(spec) + 1):
+                skipped = manager.skipped_blocks(num_tokens)
+                if not isinstance(skipped, range) or skipped.step != 1:
+                    raise RuleBroken(
+                        SKIPPED_IS_NOT_READ, f"skipped_blocks({num_tokens}) is {skipped}, not a range of step 1; {spec}"
+                    )
+                if skipped != manager.skipped_blocks(num_tokens):
+                    raise RuleBroken(QUESTIONS_ARE_PURE, f"skipped_blocks({num_tokens}); {spec}")
+                # A range may reach past what there is, as the table may be shorter than it.
+                for block in skipped[: model.max_num_blocks]:
+                    if block < 0:
+                        raise RuleBroken(SKIPPED_IS_NOT_READ, f"skipped_blocks({num_tokens}) is {skipped}; {spec}")
+                    if block < model.max_num_blocks and model.is_read_after(block, num_tokens):
+                        query, key = model.example_of_reading(block, num_tokens)
+                        raise RuleBroken(
+                            SKIPPED_IS_NOT_READ,
+                            f"skipped_blocks({num_tokens}) is {skipped}, with block {block}, and the query at position "
+                            f"{query} reads position {key}; {spec}",
+                        )
+
+    @reproducible
+    def test_what_is_not_skipped_fits_into_max_blocks_per_request(self) -> None:
+        for spec in self._specs():
+            manager, longest = self._make(spec), self._max_model_len(spec)
+            for max_model_len in (2, spec.block_size, longest // 2, longest):
+                # Steps that begin and end at every place in a block.
+                for in_flight in (*range(1, spec.block_size + 2), 3 * spec.block_size, longest):
+                    bound = manager.max_blocks_per_request(spec, max_model_len, in_flight)
+                    for num_computed in range(max_model_len):
+                        end = min(num_computed + in_flight, max_model_len)
+                        entries = manager.num_blocks_needed(end)
+                        skipped = manager.skipped_blocks(num_computed)
+                        num_held = entries - len(range(max(skipped.start, 0), min(skipped.stop, entries)))
+                        if num_held > bound:
+                            raise RuleBroken(
+                                BLOCKS_STAY_BOUNDED,
+                                f"{num_computed} tokens and {end - num_computed} new ones hold {num_held} blocks; "
+                                f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {spec}",
+                            )
+
+    @reproducible
+    def test_a_longer_request_never_takes_fewer_blocks(self) -> None:
+        for spec in self._specs():
+            manager = self._manager_class()
+            for in_flight in (1, spec.block_size, 3 * spec.block_size):
+                bounds = [
+                    (
+                        manager.max_blocks_per_request(spec, max_model_len, in_flight),
+                        manager.max_blocks_per_request(spec, max_model_len, in_flight + 1),
+                    )
+                    for max_model_len in range(1, self._max_model_len(spec) + 1)
+                ]
+                for length, ((bound, wider), (next_bound, _)) in enumerate(itertools.pairwise(bounds), 1):
+                    if bound < 1 or next_bound < bound or wider < bound:
+                        raise RuleBroken(
+                            BOUND_IS_MONOTONE,
+                            f"{length} tokens with {in_flight} new ones take {bound} blocks, with one more new one "
+                            f"{wider}, and a token more takes {next_bound}; {spec}",
+                        )
+
+    @reproducible
+    def test_a_prefix_is_as_long_as_the_cached_blocks_support(self) -> None:
+        for spec in self._specs():
+            manager, needed = self._make(spec), self._needed_for_hits(spec)
+            rng = random.Random(0)
+            few = min(MAX_EXHAUSTIVE_BLOCKS, len(needed) - 1)
+            for pattern in itertools.product((False, True), repeat=few):
+                for max_blocks, alignment in itertools.product(range(few + 1), (1, 2, 3)):
+                    _check_prefix(manager, needed, pattern, max_blocks, alignment)
+            for _ in range(NUM_RANDOM_PATTERNS):
+                density = rng.choice((0.5, 0.8, 0.95, 1.0))
+                pattern = tuple(rng.random() < density for _ in range(rng.randint(0, len(needed) - 1)))
+                _check_prefix(manager, needed, pattern, rng.randint(0, len(pattern)), rng.randint(1, 4))
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    @reproducible
+    def test_a_hit_names_what_will_be_read_and_changes_nothing(self) -> None:
+        for spec in self._specs():
+            model, needed = self._model(spec), self._needed_for_hits(spec)
+            rng = random.Random(1)
+            for _ in range(30):
+                num_blocks = rng.randint(1, len(needed) - 1)
+                pool = CheckedPool(2 * num_blocks + 1)
+                manager, keys = self._make(spec, pool), [bytes([index]) * 16 for index in range(num_blocks)]
+                blocks = pool.get_new_blocks(num_blocks)
+                cached = [index for index in range(num_blocks) if rng.random() < rng.choice((0.7, 1.0))]
+                pool.cache_full_blocks([blocks[index] for index in cached], [keys[index] for index in cached], 0)
+                pool.free_blocks(blocks[::-1])
+                for limit in range(0, (num_blocks + 2) * spec.block_size, max(spec.block_size // 3, 1)):
+                    num_keys = rng.choice((num_blocks, rng.randint(0, num_blocks)))
+                    alignment = rng.choice((1, 1, 2))
+                    pattern = [index in cached for index in range(num_keys)]
+                    wanted = longest_supported(needed, pattern, min(limit // spec.block_size, num_keys), alignment)
+                    read = model.blocks_read_after(wanted * spec.block_size, wanted)
+                    expected = [blocks[index] if index in read else NULL_BLOCK for index in range(wanted)]
+                    before = snapshot(pool, manager)
+                    found = list(manager.find_longest_cache_hit(keys[:num_keys], limit, alignment * spec.block_size))
+                    if found != expected:
+                        raise RuleBroken(
+                            HIT_IS_WHAT_IS_CACHED,
+                            f"within {limit} tokens and with blocks {cached} cached of {num_keys} it finds {found}, "
+                            f"not {expected}; {spec}",
+                        )
+                    if snapshot(pool, manager) != before:
+                        raise RuleBroken(LOOKING_CHANGES_NOTHING, f"the pool or the tables changed; {spec}")
+                pool.reset_prefix_cache()
+                found = list(manager.find_longest_cache_hit(keys, num_blocks * spec.block_size, spec.block_size))
+                if any(found):
+                    raise RuleBroken(LOOKING_CHANGES_NOTHING, f"{found} is found after a reset of the pool; {spec}")
+
+    @reproducible
+    def test_groups_do_not_find_each_others_blocks(self) -> None:
+        for spec in self._specs():
+            num_blocks = len(self._needed_for_hits(spec)) // 2
+            num_tokens = num_blocks * spec.block_size
+            pool = CheckedPool(4 * num_blocks + 1)
+            groups = [self._make(spec, pool, group_id) for group_id in (0, 1)]
+            keys = [bytes([index]) * 16 for index in range(num_blocks)]
+            for owner, other in (groups, groups[::-1]):
+                own_blocks = owner.allocate_new_blocks(0, num_tokens)
+                owner.cache_blocks(0, keys, num_tokens)
+                found = {
+                    manager.group_id: {
+                        b for b in manager.find_longest_cache_hit(keys, num_tokens, spec.block_size) if b
+                    }
+                    for manager in (owner, other)
+                }
+                if not found[owner.group_id] <= set(own_blocks) or found[other.group_id] & set(own_blocks):
+                    raise RuleBroken(
+                        GROUPS_ARE_APART,
+                        f"group {owner.group_id} registered {own_blocks}; the groups find {found}; {spec}",
+                    )
+                owner.free(0)
+                pool.reset_prefix_cache()
+
+    # -- whole lives --------------------------------------------------------------------------------------------
+
+    @reproducible
+    def test_random_requests_read_what_was_written_for_them(self) -> None:
+        for index in range(len(self._specs())):
+            for seed in range(self.num_traces):
+                self.reproduce(seed=seed, spec=index)
+
+    @reproducible
+    def test_random_requests_without_a_prefix_cache(self) -> None:
+        for index in range(len(self._specs())):
+            for seed in range(-1, -1 - max(self.num_traces // 4, 1), -1):
+                self.reproduce(seed=seed, spec=index)
+
+    def reproduce(self, *, seed: int, spec: int = 0, keep: Sequence[int] | None = None) -> None:
+        """Run one random trace again.
+
+        Args:
+            seed: As a failure gave it; below zero there is no prefix cache.
+            spec: Which of `specs`, counted from 0.
+            keep: The operations to do, all by default.
+
+        Raises:
+            RuleBroken: As the first time, if nothing was mended since.
+        """
+        tested = self._specs()[spec]
+        check_trace(
+            lambda: self._world(tested, seed),
+            seed,
+            range(TRACE_LENGTH) if keep is None else keep,
+            lambda operations: one_liner(type(self), f"reproduce(seed={seed}, spec={spec}, keep={[*operations]})"),
+            f"{self._manager_class().__name__} and {tested}",
+        )
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _world(self, spec: KVCacheSpec, seed: int) -> ManagerWorld:
+        needed = self._needed_for_hits(spec)
+        return ManagerWorld(
+            lambda pool, group_id, num_rows: self._make(spec, pool, group_id, num_rows),
+            self._model(spec),
+            lambda pattern, max_blocks: longest_supported(needed, pattern, max_blocks, 1),
+            self._max_model_len(spec),
+            seed,
+            enable_caching=seed >= 0,
+        )
+
+    def _manager_class(self) -> type[SingleTypeKVCacheManager]:
+        return self._load(KV_MANAGERS, "manager", SingleTypeKVCacheManager)
+
+    def _make(
+        self, spec: KVCacheSpec, pool: BlockPool | None = None, group_id: int = 0, num_rows: int = 2
+    ) -> SingleTypeKVCacheManager:
+        manager = self._manager_class()
+        return manager(spec, pool or BlockPool(2), group_id, num_rows, **self._options_for(manager))
+
+    def _specs(self) -> Sequence[KVCacheSpec]:
+        if self.specs:
+            return self.specs
+        serves = getattr(self._manager_class(), "serves", None)
+        if serves is not None and issubclass(FullAttentionSpec, serves):
+            return (FullAttentionSpec(4, 1, 2, "float32"), FullAttentionSpec(1, 2, 8, "bfloat16"))
+        raise SuiteMisusedError(f"{type(self).__name__} has to say in `specs` what to test {self.manager!r} with.")
+
+    def _max_model_len(self, spec: KVCacheSpec) -> int:
+        return self.max_model_len or max(48, 16 * spec.block_size)
+
+    def _model(self, spec: KVCacheSpec) -> ReadModel:
+        """Return the consequences of `reads`, worked out once a test."""
+        models: dict[KVCacheSpec, ReadModel] = vars(self).setdefault("_models", {})
+        if spec not in models:
+
+            def reads(query_position: int, key_position: int) -> bool:
+                return bool(self.reads(spec, query_position, key_position))
+
+            models[spec] = ReadModel(reads, spec.block_size, self._max_model_len(spec))
+        return models[spec]
+
+    def _needed_for_hits(self, spec: KVCacheSpec) -> list[frozenset[int]]:
+        """Return the blocks that must be cached for a hit of 0, 1, 2 ... blocks."""
+        num_blocks = self._max_model_len(spec) // spec.block_size
+        return [frozenset(self.blocks_needed_for_hit(spec, length)) for length in range(num_blocks + 1)]
+
+
+def _check_prefix(
+    manager: SingleTypeKVCacheManager,
+    needed: Sequence[frozenset[int]],
+    pattern: Sequence[bool],
+    max_blocks: int,
+    alignment: int,
+) -> None:
+    where = f"max_blocks={max_blocks}, alignment_blocks={alignment}, cached: {_as_bits(pattern)}; {manager.spec}"
+
+    def is_cached(index: int) -> bool:
+        if not 0 <= index < max_blocks:
+            raise RuleBroken(PREFIX_ASKS_WITHIN, f"it asks about block {index} with {where}")
+        return pattern[index]
+
+    answer, wanted = (
+        manager.longest_prefix(is_cached, max_blocks, alignment),
+        longest_supported(needed, pattern, max_blocks, alignment),
+    )
+    if answer != wanted:
+        raise RuleBroken(PREFIX_IS_LONGEST, f"it is {answer}, not {wanted}, with {where}")
+
+
+def _as_bits(pattern: Sequence[bool]) -> str:
+    return "".join("x" if is_cached else "." for is_cached in pattern)
+
+
+def _is_field(annotation: object) -> bool:
+    return "ClassVar" not in str(annotation)
+
+
+def _hash_of(spec: KVCacheSpec) -> int:
+    try:
+        return hash(spec)
+    except TypeError as error:
+        raise RuleBroken(
+            SPECS_ARE_VALUES, f"{spec!r} cannot be hashed: {error}; write @dataclass(frozen=True)"
+        ) from None

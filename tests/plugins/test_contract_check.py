@@ -1,0 +1,242 @@
+"""What a package registers is held against its family's contract, and what is wrong is said in full sentences."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+from fake_packages import BACKEND, QUEUE, fresh_scan, install, install_queue
+
+from octavo.core.interfaces import CONTRACT_VERSION
+from octavo.errors import PluginContractError
+from octavo.plugins.families import ATTENTION_BACKENDS, KV_MANAGERS, MODELS, REQUEST_QUEUES
+
+QUEUE_SUBJECT = "The request queue theirs (their_module:Queue, from their-package 1.0)"
+BACKEND_SUBJECT = "The attention backend theirs (their_module:Backend, from their-package 1.0)"
+MANAGER_SUBJECT = "The KV-cache manager theirs (their_module:Manager, from their-package 1.0)"
+MODEL_SUBJECT = "The model theirs (their_module:Theirs, from their-package 1.0)"
+
+MODEL = """
+from octavo.models.llama import LlamaModel
+from pydantic import BaseModel
+
+class Theirs(LlamaModel):
+    contract_version = 1
+"""
+
+
+def load(site, family, target, source):
+    install(site, "their-package", f"[{family.group}]\ntheirs = their_module:{target}\n", their_module=source)
+    return fresh_scan().load(family, "theirs")
+
+
+def load_queue(site, source):
+    install_queue(site, source)
+    return fresh_scan().load(REQUEST_QUEUES, "theirs")
+
+
+def refusal(call, *args):
+    with pytest.raises(PluginContractError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def test_a_part_that_keeps_the_contract_loads(site):
+    assert load_queue(site, QUEUE)().heeds_priority is False
+
+
+@pytest.mark.parametrize("source", ["class Queue: pass", "Queue = 5", "def Queue(): pass", "import json as Queue"])
+def test_a_part_that_is_no_subclass_of_the_contract_is_refused(site, source):
+    assert refusal(load_queue, site, source) == (
+        f"{QUEUE_SUBJECT} is not a subclass of octavo.core.interfaces.request_queue.RequestQueue, which it must be."
+    )
+
+
+def test_a_part_that_lacks_methods_is_refused_with_their_names(site):
+    source = (
+        "from octavo.core.interfaces import RequestQueue\n"
+        "class Queue(RequestQueue):\n"
+        "    contract_version = 1\n"
+        "    def add_request(self, request): ...\n"
+        "    def pop_request(self): ...\n"
+        "    def peek_request(self): ...\n"
+        "    def __len__(self): return 0\n"
+        "    def __iter__(self): return iter(())\n"
+    )
+    assert refusal(load_queue, site, source) == f"{QUEUE_SUBJECT} does not define prepend_request, remove_request."
+
+
+def test_a_manager_that_does_not_say_what_it_serves_is_refused(site):
+    source = (
+        "from octavo.core.interfaces import SingleTypeKVCacheManager\n"
+        "class Manager(SingleTypeKVCacheManager):\n"
+        "    contract_version = 1\n"
+        "    def longest_prefix(self, is_cached, max_blocks, alignment_blocks): return 0\n"
+    )
+    assert refusal(load, site, KV_MANAGERS, "Manager", source) == f"{MANAGER_SUBJECT} does not set serves."
+
+
+# -- versions ---------------------------------------------------------------------------------------------------
+
+NO_VERSION = (
+    f"{QUEUE_SUBJECT} does not say which contract version it was built for. This Octavo has version "
+    f"{CONTRACT_VERSION}; a part that was built for it says: contract_version = {CONTRACT_VERSION}"
+)
+
+
+@pytest.mark.parametrize(
+    "body", ["pass", "contract_version = None"], ids=["inherited from a class of Octavo's", "stated as None"]
+)
+def test_a_part_that_states_no_contract_version_is_refused(site, body):
+    assert refusal(load_queue, site, QUEUE.replace("contract_version = 1", body)) == NO_VERSION
+
+
+def test_a_base_class_of_the_same_author_may_state_the_version(site):
+    loaded = load_queue(site, QUEUE.replace("class Queue", "class Base") + "\nclass Queue(Base): pass\n")
+    assert loaded.contract_version == 1
+
+
+@pytest.mark.parametrize("version", [CONTRACT_VERSION + 1, 99])
+def test_a_part_built_for_a_later_contract_version_is_refused_with_both_numbers(site, version):
+    assert refusal(load_queue, site, QUEUE.replace("= 1", f"= {version}")) == (
+        f"{QUEUE_SUBJECT} was built for contract version {version}, and this Octavo has version {CONTRACT_VERSION}; "
+        "install an Octavo that has it."
+    )
+
+
+@pytest.mark.parametrize("version", [CONTRACT_VERSION - 2, "1", True, 1.0])
+def test_a_part_built_for_a_version_of_long_ago_or_for_what_is_no_number_is_refused(site, version):
+    assert refusal(load_queue, site, QUEUE.replace("= 1", f"= {version!r}")) == (
+        f"{QUEUE_SUBJECT} was built for contract version {version!r}, and this Octavo has version {CONTRACT_VERSION}; "
+        "install a release of their-package that was built for it."
+    )
+
+
+def test_a_part_built_for_the_version_before_loads_with_one_warning_that_has_both_numbers(site, caplog):
+    install_queue(site, QUEUE.replace("= 1", f"= {CONTRACT_VERSION - 1}"))
+    registry = fresh_scan()
+    with caplog.at_level(logging.WARNING):
+        assert registry.load(REQUEST_QUEUES, "theirs") is registry.load(REQUEST_QUEUES, "their-package:theirs")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the request queue theirs (their_module:Queue, from their-package 1.0) was built for contract version "
+        f"{CONTRACT_VERSION - 1}, and this Octavo has version {CONTRACT_VERSION}; it is used, and the next version "
+        "will refuse it"
+    ]
+
+
+def test_the_version_is_looked_at_before_what_may_have_changed_with_it(site):
+    source = BACKEND.replace("= 1", "= 99") + "    def attend(self): ...\n"
+    assert refusal(load, site, ATTENTION_BACKENDS, "Backend", source) == (
+        f"{BACKEND_SUBJECT} was built for contract version 99, and this Octavo has version {CONTRACT_VERSION}; install "
+        "an Octavo that has it."
+    )
+
+
+# -- signatures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        (
+            "def attend(self, query, kv_cache, plan): ...",
+            "defines attend(query, kv_cache, plan), which cannot be called as attend(query, kv_cache, plan, sinks=..., "
+            "return_lse=...): got an unexpected keyword argument 'sinks'.",
+        ),
+        (
+            "def attend(self, query, kv_cache, plan, *, sinks=None): ...",
+            "defines attend(query, kv_cache, plan, *, sinks=None), which cannot be called as attend(query, kv_cache, "
+            "plan, sinks=..., return_lse=...): got an unexpected keyword argument 'return_lse'.",
+        ),
+        (
+            "def attend(self, query, kv_cache, plan, *, sinks, return_lse): ...",
+            "defines attend(query, kv_cache, plan, *, sinks, return_lse), which cannot be called as attend(query, "
+            "kv_cache, plan): missing a required argument: 'sinks'.",
+        ),
+        (
+            "def write(self, key, value, kv_cache, slots, layer): ...",
+            "defines write(key, value, kv_cache, slots, layer), which cannot be called as write(key, value, kv_cache, "
+            "slots): missing a required argument: 'layer'.",
+        ),
+        (
+            "def plan(self): ...",
+            "defines plan(), which cannot be called as plan(batch): too many positional arguments.",
+        ),
+        ("def cannot_serve(cls, spec): return []", "defines cannot_serve without @classmethod."),
+    ],
+)
+def test_a_method_that_cannot_be_called_as_promised_is_refused(site, method, fault):
+    assert refusal(load, site, ATTENTION_BACKENDS, "Backend", f"{BACKEND}\n    {method}\n") == (
+        f"{BACKEND_SUBJECT} {fault}"
+    )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "def attend(self, *args, **kwargs): ...",
+        "def attend(*args, **kwargs): ...",
+        "def attend(self, q, cache, prepared, *, sinks=None, return_lse=False, more=5): ...",
+        "def attend(self, q, cache, prepared, sinks=None, return_lse=False): ...",
+        "@staticmethod\n    def cannot_serve(spec): return []",
+        "@classmethod\n    def cannot_serve(cls, spec, /): return []",
+        "@staticmethod\n    def plan(batch): ...",
+        "@classmethod\n    def plan(cls, batch): ...",
+        "plan = len",
+    ],
+)
+def test_a_method_that_can_be_called_as_promised_may_be_written_in_any_way(site, method):
+    assert load(site, ATTENTION_BACKENDS, "Backend", f"{BACKEND}\n    {method}\n").__name__ == "Backend"
+
+
+def test_a_model_with_options_gets_them_where_it_is_made(site):
+    body = (
+        "    class Options(BaseModel):\n        k: int = 1\n"
+        "    @classmethod\n    def from_checkpoint(cls, checkpoint, *, dtype, device, options): ...\n"
+    )
+    assert load(site, MODELS, "Theirs", MODEL + body).Options().k == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (
+            "    class Options(BaseModel):\n        k: int = 1\n"
+            "    @classmethod\n    def from_checkpoint(cls, checkpoint, *, dtype, device): ...\n",
+            "defines from_checkpoint(checkpoint, *, dtype, device), which cannot be called as "
+            "from_checkpoint(checkpoint, dtype=..., device=..., options=...): got an unexpected keyword argument "
+            "'options'.",
+        ),
+        (
+            "    @classmethod\n    def from_checkpoint(cls, checkpoint, *, dtype, device, options): ...\n",
+            "defines from_checkpoint(checkpoint, *, dtype, device, options), which cannot be called as "
+            "from_checkpoint(checkpoint, dtype=..., device=...): missing a required argument: 'options'.",
+        ),
+    ],
+)
+def test_a_model_whose_options_and_arguments_do_not_match_is_refused(site, body, fault):
+    assert refusal(load, site, MODELS, "Theirs", MODEL + body) == f"{MODEL_SUBJECT} {fault}"
+
+
+# -- what it takes ----------------------------------------------------------------------------------------------
+
+
+def test_the_contracts_and_a_part_of_no_arithmetic_load_where_torch_is_not_installed(site):
+    install_queue(site)
+    code = (
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'pydantic', 'transformers'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}')\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        f"sys.path.insert(0, {str(site)!r})\n"
+        "import octavo.core.interfaces\n"
+        "from their_module import Queue\n"
+        "assert issubclass(Queue, octavo.core.interfaces.RequestQueue)\n"
+        "from octavo.plugins.families import REQUEST_QUEUES\n"
+        "from octavo.plugins.registry import scan\n"
+        "print(len(scan().load(REQUEST_QUEUES, 'theirs')()))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("0\n", "")

@@ -1,0 +1,123 @@
+"""A small backend that serves everything, and the mistakes that people make when they write one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+class Eager(AttentionBackend):
+    """One row at a time, dense, in float64."""
+
+    contract_version = 1
+
+    @classmethod
+    def cannot_serve(cls, spec: AttentionSpec) -> list[str]:
+        reasons = [
+            f"{name} {getattr(spec, name)} is unknown." for name in ("dtype", "kv_dtype") if not cls.knows(spec, name)
+        ]
+        if spec.device != "cpu":
+            reasons.append("Only a CPU will do.")
+        if spec.head_dim_v != spec.head_dim and not spec.value_is_key_prefix:
+            reasons.append("Keys and values must be of one size.")
+        return reasons
+
+    @classmethod
+    def knows(cls, spec: AttentionSpec, name: str) -> bool:
+        return getattr(spec, name) in DTYPES
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def write(self, key: Tensor, value: Tensor | None, kv_cache: Tensor, slots: Tensor) -> None:
+        is_stored = self.is_stored(slots)
+        block, offset = slots[is_stored] // self.spec.block_size, slots[is_stored] % self.spec.block_size
+        if value is None:
+            kv_cache[block, offset] = key[is_stored, 0].to(kv_cache.dtype)
+        else:
+            kv_cache[block, 0, offset] = key[is_stored].to(kv_cache.dtype)
+            kv_cache[block, 1, offset] = value[is_stored].to(kv_cache.dtype)
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        plan: AttentionBatch,
+        *,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        batch, spec = plan, self.spec
+        output = query.new_zeros((len(query), spec.num_query_heads, spec.head_dim_v))
+        lse = query.new_zeros(output.shape[:2], dtype=torch.float32)
+        for row in range(batch.num_rows):
+            start, end = batch.query_starts_host[row : row + 2].tolist()
+            context_len = int(batch.context_lens_host[row])
+            if start == end or not context_len:
+                continue
+            keys, values = self.fetch(kv_cache, batch.block_table[row], context_len)
+            head_of = self.kv_heads()
+            scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), keys[:, head_of]) * spec.scale
+            if spec.soft_cap is not None:
+                scores = self.cap(scores)
+            positions = torch.arange(context_len)
+            is_seen = self.sees(positions[context_len - (end - start) :, None], positions[None])
+            scores = scores.masked_fill(~is_seen, -math.inf)
+            denominator = scores.logsumexp(-1)
+            if sinks is not None:
+                denominator = self.with_sinks(denominator, sinks)
+            weights = (scores - denominator[..., None]).exp()
+            output[start:end] = torch.einsum("hqk,khd->qhd", weights, values[:, head_of]).to(output.dtype)
+            lse[start:end] = denominator.T.float()
+        return (output, lse) if return_lse else output
+
+    def is_stored(self, slots: Tensor) -> Tensor:
+        return slots >= 0
+
+    def fetch(self, kv_cache: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the context, in float64, with zeros where no query may look."""
+        blocks = table[: -(-context_len // self.spec.block_size)].long()
+        if self.spec.value_is_key_prefix:
+            keys = kv_cache[blocks].flatten(0, 1)[:context_len, None].double()
+            keys = self.without_garbage(keys)
+            return keys, keys[..., : self.spec.head_dim_v]
+        keys, values = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context_len].double()
+        return keys, self.without_garbage(values)
+
+    def without_garbage(self, values: Tensor) -> Tensor:
+        # Only what no query sees is not finite, as far as this test backend is concerned.
+        return torch.where(values.isfinite(), values, 0)
+
+    def kv_heads(self) -> Tensor:
+        """Return the KV head of each query head. [num_query_heads]"""
+        return torch.arange(self.spec.num_query_heads) // (self.spec.num_query_heads // self.spec.num_kv_heads)
+
+    def cap(self, scores: Tensor) -> Tensor:
+        assert self.spec.soft_cap is not None
+        return self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
+
+    def with_sinks(self, denominator: Tensor, sinks: Tensor) -> Tensor:
+        return torch.logaddexp(denominator, sinks.double()[:, None])
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        is_near = torch.full(torch.broadcast_shapes(query.shape, key.shape), True)
+        if self.spec.window is not None:
+            is_near &= self.is_in_window(query, key, self.spec.window)
+        if self.spec.chunk is not None:
+            is_near &= self.is_in_chunk(query, key, self.spec.chunk)
+        return (key <= query) & (is_near | self.is_kept(key))
+
+    def is_in_window(self, query: Tensor, key: Tensor, window: int) -> Tensor:
+        return key > query - window
+
+    def is_in_chunk(self, query: Tensor, key: Tensor, chunk: int) -> Tensor:
+        return key >= query - query % chunk
+
+    def is_kept(self, key: Tensor) -> Tensor:
+        return key < self.spec.keep_first

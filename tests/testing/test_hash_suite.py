@@ -1,0 +1,221 @@
+"""The suite for hash functions passes what is right, and says what is wrong with the rest."""
+
+import hashlib
+import os
+import time
+from typing import ClassVar
+
+import pytest
+
+from octavo.core.interfaces import CONTRACT_VERSION, HashFunction
+from octavo.testing import HashFunctionSuite, conformance, hash_suite
+from octavo.testing.conformance import RuleBroken, SuiteMisusedError
+
+
+class Sha3(HashFunction):
+    """SHA3-256."""
+
+    contract_version = 1
+
+    def digest(self, data):
+        return hashlib.sha3_256(data).digest()
+
+
+class Keyed(HashFunction):
+    """BLAKE2b with a key, over CBOR."""
+
+    contract_version = 1
+    encoding: ClassVar[str] = "cbor"
+    Options = dict
+
+    def __init__(self, *, options):
+        self._key = options["key"].encode()
+
+    def digest(self, data):
+        return hashlib.blake2b(data, key=self._key, digest_size=16).digest()
+
+
+class TestSha3(HashFunctionSuite):
+    hash_function = Sha3
+
+
+class TestKeyed(HashFunctionSuite):
+    hash_function = Keyed
+    options: ClassVar[dict[str, str]] = {"key": "a key for tests"}
+
+
+# -- hash functions with one fault each -------------------------------------------------------------------------
+
+MUTANTS = []
+
+
+def breaks(rule):
+    def register(function):
+        MUTANTS.append(pytest.param(function, rule, id=function.__name__))
+        return function
+
+    return register
+
+
+@breaks(hash_suite.IS_BYTES)
+class IsShort(Sha3):
+    def digest(self, data):
+        return super().digest(data)[:8]
+
+
+@breaks(hash_suite.IS_BYTES)
+class IsText(Sha3):
+    def digest(self, data):
+        return super().digest(data).hex()
+
+
+@breaks(hash_suite.IS_BYTES)
+class DropsLeadingZeros(Sha3):
+    def digest(self, data):
+        return super().digest(data) if len(data) < 64 else super().digest(data)[1:]
+
+
+@breaks(hash_suite.IS_DETERMINISTIC)
+class HasASaltOfItsOwn(Sha3):
+    def __init__(self):
+        self._salt = os.urandom(8)
+
+    def digest(self, data):
+        return super().digest(self._salt + data)
+
+
+@breaks(hash_suite.IS_DETERMINISTIC)
+class GoesOnFromBefore(HashFunction):
+    contract_version = 1
+
+    def __init__(self):
+        self._state = hashlib.sha256()
+
+    def digest(self, data):
+        self._state.update(data)
+        return self._state.digest()
+
+
+@breaks(hash_suite.IS_THE_SAME_EVERYWHERE)
+class UsesPythonsHash(Sha3):
+    def digest(self, data):
+        return super().digest(data + str(hash(data)).encode())
+
+
+SALT_OF_THE_PROCESS = os.urandom(8)
+
+
+@breaks(hash_suite.IS_THE_SAME_EVERYWHERE)
+class HasASaltOfItsProcess(Sha3):
+    def digest(self, data):
+        return super().digest(SALT_OF_THE_PROCESS + data)
+
+
+@breaks(hash_suite.IS_THE_SAME_EVERYWHERE)
+class FailsElsewhere(Sha3):
+    def digest(self, data):
+        if os.environ.get("PYTHONHASHSEED") == "2":
+            raise OSError("no such machine")
+        return super().digest(data)
+
+
+@breaks(hash_suite.SEES_EVERYTHING)
+class SeesTheFirst64Bytes(Sha3):
+    def digest(self, data):
+        return super().digest(data[:64])
+
+
+@breaks(hash_suite.SEES_EVERYTHING)
+class IgnoresZerosAtTheEnd(Sha3):
+    def digest(self, data):
+        return super().digest(data.rstrip(b"\0"))
+
+
+@breaks(hash_suite.SEES_EVERYTHING)
+class IgnoresTheHighBit(Sha3):
+    def digest(self, data):
+        return super().digest(bytes(byte & 0x7F for byte in data[:2000]))
+
+
+@breaks(hash_suite.SEES_EVERYTHING)
+class SeesTheFirstMegabyte(Sha3):
+    def digest(self, data):
+        return super().digest(data[: 1 << 20])
+
+
+@breaks(hash_suite.DOES_NOT_COLLIDE)
+class Has24Bits(Sha3):
+    def digest(self, data):
+        return super().digest(data)[:3] * 6
+
+
+@breaks(hash_suite.ENCODING_IS_KNOWN)
+class EncodesInItsOwnWay(Sha3):
+    encoding: ClassVar[str] = "json"
+
+
+@breaks(conformance.RAISES_NOTHING)
+class RefusesNothingness(Sha3):
+    def digest(self, data):
+        if not data:
+            raise ValueError("there is nothing to digest")
+        return super().digest(data)
+
+
+@breaks(hash_suite.WORKS_IN_THREADS)
+class SharesAnAccumulator(Sha3):
+    def digest(self, data):
+        self._data = data
+        time.sleep(1e-5)
+        return super().digest(self._data)
+
+
+@breaks(hash_suite.TELLS_PREFIXES_APART)
+class ForgetsTheParent(Sha3):
+    """Sees the tokens of a block, and not the key before them."""
+
+    def digest(self, data):
+        return super().digest(data[44:] if len(data) == 52 else data)
+
+
+@breaks(conformance.STATES_ITS_VERSION)
+class FollowsTheInstalledVersion(Sha3):
+    contract_version = CONTRACT_VERSION
+
+
+def failures_of(function):
+    suite = type("Suite", (HashFunctionSuite,), {"hash_function": function})()
+    failures = []
+    for name in dir(suite):
+        if name.startswith("test_"):
+            try:
+                getattr(suite, name)()
+            except RuleBroken as broken:
+                failures.append(broken)
+    return failures
+
+
+@pytest.mark.parametrize(("function", "rule"), MUTANTS)
+def test_a_fault_is_caught_and_its_rule_is_named(function, rule, monkeypatch):
+    if rule is not hash_suite.IS_THE_SAME_EVERYWHERE:
+        # Starting processes is what takes time.
+        monkeypatch.setattr(hash_suite, "HASH_SEEDS", ())
+    if rule is not hash_suite.DOES_NOT_COLLIDE:
+        monkeypatch.setattr(hash_suite, "NUM_SHORT_INPUTS", 1000)
+    failures = failures_of(function)
+    assert rule in {broken.rule for broken in failures}
+    for broken in failures:
+        assert str(broken).startswith(f"Rule broken: {broken.rule}\nFound: ")
+        assert "Again: Suite().test_" in str(broken)
+
+
+def test_a_hash_function_can_be_given_by_name_and_a_local_class_cannot_be_checked():
+    suite = type("Suite", (HashFunctionSuite,), {"hash_function": "octavo:blake2b"})()
+    suite.test_every_process_gets_the_same_digests()
+
+    class Local(Sha3):
+        pass
+
+    suite.hash_function = Local
+    with pytest.raises(SuiteMisusedError, match="put the class at the top of a module"):
+        suite.test_every_process_gets_the_same_digests()
