@@ -130,7 +130,7 @@ def slow_where_tiny_models_show_the_same(name):
     return pytest.param(name, marks=pytest.mark.slow if takes_long else ())
 
 
-@pytest.mark.parametrize("name", map(slow_where_tiny_models_show_the_same, [*SETTINGS, "shuffled", "warm"]))
+@pytest.mark.parametrize("name", [slow_where_tiny_models_show_the_same(n) for n in (*SETTINGS, "shuffled", "warm")])
 def test_the_packaged_model_answers_in_a_batch_as_in_transformers_with(name, demo, make_llm):
     if name in SETTINGS:
         llm = make_llm(**settings_of(name))
