@@ -19,7 +19,7 @@ from octavo.core.kv_cache_config import (
     num_blocks_from_memory,
 )
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_hash import PrefixHasher, hash_root, hash_seed_from_environment
+from octavo.core.prefix_hash import PrefixHasher, check_hash_function, hash_root, hash_seed_from_environment
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CheckpointError, ConfigError, NotEnoughMemoryError
 from octavo.plugins.hooks import Observers
@@ -71,7 +71,7 @@ def build_engine(config: EngineConfig) -> Assembly:
     _check_positions(config.max_model_len, spec)
     # Whatever can raise is made before the weights are read.
     queue = selection.request_queue.part.create()
-    hash_function: HashFunction = selection.hash_function.part.create()
+    hash_function = _hash_function(selection)
     backends = _backends(selection)
     model = _model(needs)
 
@@ -136,14 +136,27 @@ def build_engine(config: EngineConfig) -> Assembly:
 
 
 def _backends(selection: Selection) -> list[AttentionBackend]:
-    """Make one backend for each distinct spec of a group; return each layer's."""
+    """Make one backend for each distinct spec of a group, and see it take a layer's memory; return each layer's."""
+    from octavo.core.model_runner import try_bind
+
     needs = selection.needs
     by_layer: dict[int, AttentionBackend] = {}
     for selected in selection.groups:
         part = selected.backend.part
         by_spec = {spec: part.create(spec) for spec in needs.attention_specs(selected.group)}
+        for backend in by_spec.values():
+            with part.blamed("when it was given a layer's memory"):
+                try_bind(backend, selected.group.spec, needs.device)
         by_layer |= {layer: by_spec[needs.spec.attention_specs[layer]] for layer in selected.group.layers}
     return [by_layer[layer] for layer in range(len(by_layer))]
+
+
+def _hash_function(selection: Selection) -> HashFunction:
+    part = selection.hash_function.part
+    hash_function: HashFunction = part.create()
+    with part.blamed("when it made a digest"):
+        check_hash_function(hash_function)
+    return hash_function
 
 
 def _model(needs: ModelNeeds) -> Model:

@@ -36,6 +36,9 @@ class PluginChoice:
         return f"{self.name} with {self.options}" if self.options else self.name
 
 
+_CHOICE_FORM = 'a table such as { name = "my_part", options = { size = 64 } }'
+
+
 def _as_choice(given: Any) -> Any:
     """Turn a name, or a table of name and options, into a choice."""
     options: Any = {}
@@ -44,19 +47,27 @@ def _as_choice(given: Any) -> Any:
             options = given.options
         case str(name):
             pass
-        case {"name": str(name), **others} if others.keys() <= {"options"}:
+        case {"name": str(name), **others}:
+            if unknown := [key for key in others if key != "options"]:
+                raise ValueError(f"{', '.join(map(repr, unknown))} is no part of a choice; {_CHOICE_FORM}")
             options = others.get("options", {})
         case _:
-            raise ValueError("it must be a name, or a table with a name and, if need be, options")
-    if not name or not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
-        raise ValueError("it must be a name, or a table with a name and, if need be, options")
+            raise ValueError(f"it must be a name, or {_CHOICE_FORM}")
+    if not name:
+        raise ValueError("the name is empty")
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise ValueError(f"options must be a table of names and values: {_CHOICE_FORM}")
     # A copy: what the caller does with the table later must not change the config.
     return PluginChoice(name, copy.deepcopy(options))
 
 
 def _as_choices(given: Any) -> Any:
     """Turn a list of choices, or a single one, into a tuple."""
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    if given is None or given == "":
+        raise ValueError("it must be a list of names, and an empty list for none")
+    return (given,)
 
 
 _Choice = Annotated[PluginChoice, BeforeValidator(_as_choice)]
@@ -176,7 +187,10 @@ class EngineConfig(_Section):
         # A ValueError is a path with a null byte in it, a file that is not UTF-8, or one that is not TOML.
         except (OSError, ValueError) as cause:
             raise ConfigError(f"The config file {str(path)!r} cannot be read: {cause}.") from cause
-        config = cls._validated(nested)
+        try:
+            config = cls._validated(nested)
+        except ConfigError as error:
+            raise ConfigError(f"In {str(path)!r}: {error}") from None
         return config.with_sources(dict.fromkeys(config._set_fields(), str(path)))
 
     def with_settings(self, **fields: Any) -> EngineConfig:

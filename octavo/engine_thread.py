@@ -181,9 +181,10 @@ class EngineThread:
                 if self._why_closed is None and self._engine.has_unfinished_requests():
                     self._step()
         except BaseException as error:
-            # A fault of Octavo's own: what the engine holds cannot be trusted any more.
+            # A fault of Octavo's own, or of a part of it: what the engine holds cannot be trusted any more.
             logger.exception("the engine has died")
-            self._why_closed = f"The engine has died of a fault: {type(error).__name__}: {error}. Make a new one."
+            what = f"{type(error).__name__}: {error}".removesuffix(".")
+            self._why_closed = f"The engine has died of a fault: {what}. Make a new one."
             self._cause = error
             for mailbox in set(self._mailboxes.values()):
                 mailbox.news.put(self._closed_error())

@@ -198,6 +198,9 @@ class TextStream(Iterator[str]):
     """The text of one request, piece by piece.
 
     `close`, and dropping the stream before its end, end the request.
+
+    Attributes:
+        output: The whole result, once the text has come to its end; None before.
     """
 
     def __init__(self, llm: LLM, mailbox: Mailbox) -> None:
@@ -206,6 +209,7 @@ class TextStream(Iterator[str]):
         self._engine_thread = llm._engine_thread
         self._mailbox = mailbox
         self._is_at_end = False
+        self.output: RequestOutput | None = None
         try:
             self._engine_thread.submit(mailbox)
         except BaseException:
@@ -221,6 +225,7 @@ class TextStream(Iterator[str]):
                 raise
             if isinstance(news, RequestOutput):
                 self._is_at_end = True
+                self.output = news
             elif news.new_text:
                 return news.new_text
         raise StopIteration

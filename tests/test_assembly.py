@@ -1,19 +1,24 @@
 """From a config to an engine: what is chosen, how large it is, and what is said when it cannot be."""
 
 import logging
+import os
 
 import pytest
 
 from octavo.assembly import build_engine
+from octavo.attention_backends.torch_sdpa import TorchSDPABackend
 from octavo.config import EngineConfig
+from octavo.core.interfaces import AttentionBackend, HashFunction
 from octavo.errors import (
     ConfigError,
     InvalidRequestError,
     ModelNotFoundError,
     NotEnoughMemoryError,
+    PluginBroken,
+    PluginContractError,
     UnsupportedModelError,
 )
-from octavo.testing import tiny_models
+from octavo.testing import installed, tiny_models
 
 # Two layers of 2 heads of 16 numbers, keys and values, in float32: 512 bytes a token, 8192 a block of 16.
 BYTES_PER_BLOCK = 2 * 2 * 16 * 2 * 16 * 4
@@ -137,6 +142,115 @@ def test_a_hash_seed_makes_two_engines_agree_and_without_one_they_do_not(tiny_fo
     assert keys() != keys()
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     assert keys() == keys(hash_seed="5")
+
+
+# -- parts that do not fit ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails the test as soon as a weight is read."""
+
+    def read(self, *arguments):
+        pytest.fail("a weight was read")
+
+    monkeypatch.setattr("octavo.models.safetensors_checkpoint.SafetensorsCheckpoint.tensor", read)
+
+
+class OddHash(HashFunction):
+    contract_version = 1
+    answer = staticmethod(lambda data: b"")
+
+    def digest(self, data):
+        return self.answer(data)
+
+
+def refusal(error, folder, group, part, **settings):
+    with installed({f"octavo.{group}": {"odd": part}}), pytest.raises(error) as caught:
+        build(folder, num_kv_blocks=20, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda data: b"short", "returns b'short' as a digest; it must be bytes, at least 16 of them."),
+        (lambda data: "x" * 32, f"returns {'x' * 32!r} as a digest; it must be bytes, at least 16 of them."),
+        (
+            lambda data: b"x" * (16 + len(data)),
+            "returns digests of [16, 17, 22, 2320] bytes, 4 different ones for 4 inputs; each input must have its own, "
+            "and all must be of one length.",
+        ),
+        (
+            lambda data: b"x" * 16,
+            "returns digests of [16, 16, 16, 16] bytes, 1 different ones for 4 inputs; each input must have its own, "
+            "and all must be of one length.",
+        ),
+        (
+            lambda data: os.urandom(16),
+            "returns another digest when it is asked again; the same bytes must give the same one.",
+        ),
+    ],
+    ids=["too short", "text", "of several lengths", "always the same", "never the same"],
+)
+def test_a_hash_function_that_makes_no_keys_is_refused_before_a_weight_is_read(
+    tiny_folder, no_weights, monkeypatch, answer, sentence
+):
+    monkeypatch.setattr(OddHash, "answer", staticmethod(answer))
+    said = refusal(PluginContractError, tiny_folder, "hash_functions", OddHash, hash_function="odd")
+    assert said == f"The hash function OddHash {sentence}"
+
+
+def test_a_hash_function_that_raises_is_blamed_before_a_weight_is_read(tiny_folder, no_weights, monkeypatch):
+    monkeypatch.setattr(OddHash, "answer", staticmethod(lambda data: 1 / 0))
+    assert refusal(PluginBroken, tiny_folder, "hash_functions", OddHash, hash_function="odd") == (
+        "The hash function odd (octavo_testing_on_trial:OddHash, from on-trial 0.0.0) raised ZeroDivisionError when it "
+        "made a digest: division by zero"
+    )
+
+
+BACKEND = "The attention backend odd (octavo_testing_on_trial:{}, from on-trial 0.0.0) raised"
+
+
+def test_a_backend_whose_layout_does_not_fit_its_page_is_blamed_before_a_weight_is_read(tiny_folder, no_weights):
+    class Wide(TorchSDPABackend):
+        contract_version = 1
+        bind = AttentionBackend.bind
+
+        def kv_cache_shape(self, spec, num_blocks):
+            return (num_blocks, 3, spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+
+    said = refusal(PluginBroken, tiny_folder, "attention_backends", Wide, attention_backend="odd")
+    assert said.startswith(f"{BACKEND.format('Wide')} RuntimeError when it was given a layer's memory: ")
+
+
+def test_a_backend_that_cannot_bind_is_blamed_before_a_weight_is_read(tiny_folder, no_weights):
+    class Unbound(TorchSDPABackend):
+        contract_version = 1
+
+        def bind(self, rows, spec):
+            raise KeyError("layout")
+
+    assert refusal(PluginBroken, tiny_folder, "attention_backends", Unbound, attention_backend="odd") == (
+        f"{BACKEND.format('Unbound')} KeyError when it was given a layer's memory: 'layout'"
+    )
+
+
+def test_a_backend_is_tried_with_two_blocks_of_zeros_as_large_as_a_page(tiny_folder):
+    tried = []
+
+    class Watched(TorchSDPABackend):
+        contract_version = 1
+
+        def bind(self, rows, spec):
+            tried.append((tuple(rows.shape), str(rows.dtype), bool(rows.any())))
+            return super().bind(rows, spec)
+
+    with installed({"octavo.attention_backends": {"odd": Watched}}):
+        build(tiny_folder, num_kv_blocks=20, attention_backend="odd")
+    # Once for the try, then for each of the two layers.
+    page_bytes = BYTES_PER_BLOCK // 2
+    assert tried == [((2, page_bytes), "torch.uint8", False), *[((20, page_bytes), "torch.uint8", False)] * 2]
 
 
 def test_windows_are_served_with_blocks_for_every_token(tmp_path):

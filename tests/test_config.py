@@ -210,7 +210,16 @@ def test_a_setting_that_is_like_no_other_is_met_with_all_there_are():
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_section(write, text, sentence):
-    assert message_of(EngineConfig.from_toml, write(text)) == sentence
+    path = write(text)
+    assert message_of(EngineConfig.from_toml, path) == f"In '{path}': {sentence}"
+
+
+def test_a_choice_that_is_wrong_in_a_file_is_named_with_the_file(write):
+    path = write('hooks = ["metrics", { nome = "trace" }]')
+    assert message_of(EngineConfig.from_toml, path) == (
+        f"In '{path}': hooks.1 is {{'nome': 'trace'}}: it must be a name, or a table such as "
+        '{ name = "my_part", options = { size = 64 } }.'
+    )
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, write):
@@ -319,6 +328,18 @@ def test_single_observers_need_no_list():
     assert EngineConfig.from_flat(hooks="metrics").hooks == (PluginChoice("metrics"),)
     assert EngineConfig.from_flat(hooks={"name": "metrics"}).hooks == (PluginChoice("metrics"),)
     assert EngineConfig.from_flat(hooks=["a", PluginChoice("b")]).hooks == (PluginChoice("a"), PluginChoice("b"))
+
+
+@pytest.mark.parametrize("nobody", [[], ()])
+def test_an_empty_list_is_no_observer(nobody):
+    assert EngineConfig.from_flat(hooks=nobody).hooks == ()
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_nothing_is_no_list_of_observers(nothing):
+    assert message_of(EngineConfig.from_flat, hooks=nothing) == (
+        f"hooks is {nothing!r}: it must be a list of names, and an empty list for none."
+    )
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "model_impl", "hash_function", "request_queue"])

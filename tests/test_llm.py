@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 import torch
 
 from octavo import LLM, EngineConfig, SamplingParams
-from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError, StepError
+from octavo.attention_backends.torch_sdpa import TorchSDPABackend
+from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError, PluginContractError, StepError
+from octavo.request_queues import FCFSQueue
+from octavo.testing import installed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -139,6 +143,25 @@ def test_a_stream_and_a_generate_can_run_side_by_side_in_one_thread(llm):
     pieces = [next(stream)]
     llm.generate(["two", "three"], GREEDY, use_tqdm=False)
     assert "".join([*pieces, *stream]) == alone
+
+
+def test_a_stream_has_the_whole_result_once_its_text_has_come_to_an_end(llm):
+    stream = llm.stream("one", GREEDY)
+    assert stream.output is None
+    next(stream)
+    assert stream.output is None
+    list(stream)
+    (expected,) = llm.generate("one", GREEDY, use_tqdm=False)
+    assert stream.output.outputs == expected.outputs
+    assert stream.output.finished
+
+
+def test_a_stream_that_is_left_early_has_no_result(llm):
+    stream = llm.stream("one", GREEDY)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+    assert stream.output is None
 
 
 def test_what_is_wrong_with_a_stream_is_said_by_the_call_itself(llm):
@@ -342,6 +365,83 @@ def test_a_step_that_fails_ends_the_call_that_came_last_and_the_others_go_on(llm
     assert "".join([*pieces, *stream]) == expected
 
 
+class FailingBackend(TorchSDPABackend):
+    """Goes wrong in one of its methods while a request of exactly 3 tokens is in the step."""
+
+    contract_version = 1
+    failing = "attend"
+    answer = staticmethod(lambda output: output)
+
+    def plan(self, batch):
+        self.is_bad = 3 in batch.context_lens_host
+        if self.is_bad and self.failing == "plan":
+            raise OSError("no plan")
+        return super().plan(batch)
+
+    def write(self, key, value, kv_cache, slots):
+        if self.is_bad and self.failing == "write":
+            raise OSError("no room")
+        super().write(key, value, kv_cache, slots)
+
+    def attend(self, query, kv_cache, plan, **more):
+        output = super().attend(query, kv_cache, plan, **more)
+        if self.is_bad and self.failing == "attend":
+            return self.answer(output)
+        return output
+
+
+def reshaped(output):
+    return output.flatten(1)
+
+
+def failing_to_attend(output):
+    raise OSError("")
+
+
+IN_LAYER_0 = "(in the attention backend test_llm.FailingBackend, layer 0)"
+
+
+@pytest.mark.parametrize(
+    ("failing", "answer", "sentence"),
+    [
+        ("plan", None, "OSError: no plan (in the attention backend test_llm.FailingBackend, planning)"),
+        ("write", None, f"OSError: no room {IN_LAYER_0}"),
+        ("attend", failing_to_attend, f"OSError {IN_LAYER_0}"),
+        (
+            "attend",
+            lambda output: None,
+            f"TypeError: attend returned NoneType; it must return torch.float32 (4, 4, 16) {IN_LAYER_0}",
+        ),
+        (
+            "attend",
+            reshaped,
+            "TypeError: attend returned torch.float32 (4, 64); it must return torch.float32 (4, 4, 16) " + IN_LAYER_0,
+        ),
+        (
+            "attend",
+            torch.Tensor.double,
+            "TypeError: attend returned torch.float64 (4, 4, 16); it must return torch.float32 (4, 4, 16) "
+            + IN_LAYER_0,
+        ),
+    ],
+)
+def test_a_step_that_fails_in_a_backend_names_it_and_the_layer_and_other_requests_go_on(
+    make_llm, tiny_folder, monkeypatch, failing, answer, sentence
+):
+    monkeypatch.setattr(FailingBackend, "failing", failing)
+    monkeypatch.setattr(FailingBackend, "answer", staticmethod(answer))
+    with installed({"octavo.attention_backends": {"failing": FailingBackend}}):
+        llm = make_llm(tiny_folder, num_kv_blocks=200, attention_backend="failing")
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = "".join(llm.stream("a prompt", long))
+    stream = llm.stream("a prompt", long)
+    pieces = [next(stream)]
+    with pytest.raises(StepError) as caught:
+        llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+    assert str(caught.value) == f"A step of 4 tokens failed and was undone: {sentence}"
+    assert "".join([*pieces, *stream]) == expected
+
+
 def test_an_answer_whose_text_cannot_be_made_ends_alone(llm, monkeypatch):
     (expected,) = texts(llm.generate("good", GREEDY, use_tqdm=False))
 
@@ -416,6 +516,101 @@ def test_a_fault_of_the_engine_itself_is_said_to_everybody_and_nobody_hangs(tiny
         list(stream)
     with pytest.raises(EngineClosedError, match="has died"):
         llm.generate("two", GREEDY, use_tqdm=False)
+    llm.shutdown()
+
+
+class LosingQueue(FCFSQueue):
+    """Loses the second request that it is given."""
+
+    contract_version = 1
+    num_added = 0
+
+    def add_request(self, request):
+        self.num_added += 1
+        if self.num_added != 2:
+            super().add_request(request)
+
+
+class DenyingQueue(FCFSQueue):
+    """Says that nobody waits."""
+
+    contract_version = 1
+
+    def __len__(self):
+        return 0
+
+
+class LastOutQueue(FCFSQueue):
+    """Shows the first, and takes out the last."""
+
+    contract_version = 1
+
+    def pop_request(self):
+        last = list(self)[-1]
+        self.remove_request(last)
+        return last
+
+
+NOTHING_GOES_ON = (
+    "Nothing can go on: of {} requests under way 0 are running, the request queue {} says that 0 wait, and 49 of 49 "
+    "blocks are free. A request queue or a KV-cache manager does not keep its contract."
+)
+
+
+@pytest.mark.parametrize(
+    ("queue", "sentence"),
+    [
+        (LosingQueue, NOTHING_GOES_ON.format(1, "LosingQueue")),
+        (DenyingQueue, NOTHING_GOES_ON.format(2, "DenyingQueue")),
+        (
+            LastOutQueue,
+            "The request queue LastOutQueue showed 'one' with peek_request, and pop_request took out 'two'; the two "
+            "must be the same.",
+        ),
+    ],
+)
+def test_a_queue_that_lies_ends_the_engine_with_a_sentence_and_no_caller_hangs(tiny_folder, queue, sentence):
+    with installed({"octavo.request_queues": {"lying": queue}}):
+        llm = LLM(tiny_folder, num_kv_blocks=50, request_queue="lying")
+    errors: SimpleQueue[Exception] = SimpleQueue()
+
+    def ask():
+        prompts = [{"prompt": "1", "request_id": "one"}, {"prompt": "2", "request_id": "two"}]
+        try:
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        except Exception as error:
+            errors.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    error = errors.get(timeout=60)
+    assert isinstance(error, EngineClosedError)
+    assert str(error) == f"The engine has died of a fault: PluginContractError: {sentence} Make a new one."
+    assert isinstance(error.__cause__, PluginContractError)
+    assert str(error.__cause__) == sentence
+    with pytest.raises(EngineClosedError):
+        llm.generate("three", GREEDY, use_tqdm=False)
+    llm.shutdown()
+
+
+def test_every_caller_hears_that_a_queue_has_lost_a_request(tiny_folder):
+    with installed({"octavo.request_queues": {"losing": LosingQueue}}):
+        llm = LLM(tiny_folder, num_kv_blocks=50, request_queue="losing")
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    answers: SimpleQueue[Exception | list[int]] = SimpleQueue()
+
+    def ask(prompt):
+        try:
+            answers.put(llm.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids)
+        except Exception as error:
+            answers.put(error)
+
+    for prompt in ("one", "two", "three"):
+        threading.Thread(target=ask, args=(prompt,), daemon=True).start()
+    got = [answers.get(timeout=60) for _ in range(3)]
+    (error,) = [answer for answer in got if isinstance(answer, Exception)]
+    assert isinstance(error, EngineClosedError)
+    assert str(error.__cause__) == NOTHING_GOES_ON.format(1, "LosingQueue")
+    assert [len(answer) for answer in got if not isinstance(answer, Exception)] == [100, 100]
     llm.shutdown()
 
 

@@ -96,7 +96,8 @@ def test_what_is_installed_beside_octavos_own_is_not_taken_and_not_even_imported
 
 def test_a_part_that_is_named_is_taken_with_its_options_and_the_others_were_not_asked_for(site, tiny_folder):
     schema = "    class Options(BaseModel):\n        k: int = 1\n"
-    install_backend(site, f"from pydantic import BaseModel\n{BACKEND}\n{schema}")
+    constructor = "    def __init__(self, spec, *, options): super().__init__(spec)\n"
+    install_backend(site, f"from pydantic import BaseModel\n{BACKEND}\n{schema}{constructor}")
     lines = report(tiny_folder, attention_backend={"name": "their-package:theirs", "options": {"k": 2}})
     assert lines[1:3] == [
         "attention backend of full_attention (layers 0-1): theirs (their-package 1.0) with Options(k=2), by argument",
@@ -335,7 +336,8 @@ def test_every_installed_backend_can_be_asked_and_none_that_is_broken_stops_that
     install_backend(site, "raise SystemExit(1)")
     install_backend(
         site,
-        f"from pydantic import BaseModel\n{BACKEND}\n    class Options(BaseModel):\n        k: int\n",
+        f"from pydantic import BaseModel\n{BACKEND}\n    class Options(BaseModel):\n        k: int\n"
+        "    def __init__(self, spec, *, options): super().__init__(spec)\n",
         "choosy",
         "choosy-package",
         "choosy_module",
@@ -349,12 +351,17 @@ def test_every_installed_backend_can_be_asked_and_none_that_is_broken_stops_that
         "driven-package",
         "driven_module",
     )
+    install_backend(site, f"{BACKEND}\n    Options = dict\n", "dicty", "dicty-package", "dicty_module")
     registry = fresh_scan()
     needs = model_needs(config_for(tiny_folder), registry)
     answers = survey_backends(registry, needs.attention_specs(needs.groups[0]))
     assert {plugin.name: reasons for plugin, reasons in answers.items()} == {
         "torch_sdpa": (),
         "choosy": (),
+        "dicty": (
+            "The attention backend dicty (dicty_module:Backend, from dicty-package 1.0) has Options that are not a "
+            "pydantic model.",
+        ),
         "driven": ("No driver.",),
         "theirs": (f"{SUBJECT} cannot be imported: SystemExit: 1.",),
     }

@@ -1,13 +1,22 @@
 """`octavo backends`: which attention backends could serve a model here."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli.options import with_engine_options
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, PluginUnsuitable
+
+if TYPE_CHECKING:
+    from octavo.core.kv_cache_config import KVCacheGroup
+    from octavo.plugins.registry import Registry
+    from octavo.selection.backends import NamedBackends
+    from octavo.selection.report import ModelNeeds
+
+# What the command exits with when an engine with these settings would be refused.
+EXIT_REFUSED = 1
 
 
 @with_engine_options
@@ -17,7 +26,7 @@ def backends(
         str | None, typer.Argument(metavar="[MODEL]", help="As --model. Without it, the demo model.")
     ] = None,
     config: EngineConfig,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects for a program to read.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object for a program to read.")] = False,
 ) -> None:
     """Say of each installed attention backend, for each KV-cache group of MODEL, whether it serves or every reason why
     not. No weight is read; the settings count as they would for an engine."""
@@ -26,37 +35,62 @@ def backends(
             raise ConfigError(f"The model is named twice: {model_argument!r} and {config.model!r}.")
         config = config.with_settings(model=model_argument)
     from octavo.plugins.registry import scan
-    from octavo.selection.backends import survey_backends
-    from octavo.selection.report import describe_layers
+    from octavo.selection.backends import named_backends
     from octavo.selection.select import model_needs
 
     registry = scan()
+    named = named_backends(config, registry)
     needs = model_needs(config, registry)
-    groups: list[dict[str, Any]] = []
-    for group in needs.groups:
-        answers = survey_backends(registry, needs.attention_specs(group))
-        groups.append(
-            {
-                "kind": group.spec.kind,
-                "layers": list(group.layers),
-                "backends": [
-                    {
-                        "name": plugin.name,
-                        "package": plugin.package,
-                        "version": plugin.version,
-                        "serves": not reasons,
-                        "reasons": list(reasons),
-                    }
-                    for plugin, reasons in answers.items()
-                ],
-            }
-        )
+    groups = [_group(config, registry, named, needs, group) for group in needs.groups]
     if as_json:
-        print(json.dumps(groups, indent=2))
-        return
-    print(f"{config.model or 'demo model'} on {needs.device} in {needs.dtype}, model class {needs.model}")
-    for described in groups:
-        print(f"{described['kind']} ({describe_layers(described['layers'])})")
-        for backend in described["backends"]:
-            answer = "serves" if backend["serves"] else f"cannot serve: {' '.join(backend['reasons'])}"
-            print(f"  {backend['name']} ({backend['package']} {backend['version']}) {answer}")
+        about = {"model": config.model, "device": needs.device, "dtype": needs.dtype}
+        print(json.dumps({**about, "model_class": needs.model.part.plugin.name, "groups": groups}))
+    else:
+        print(f"{config.model or 'demo model'} on {needs.device} in {needs.dtype}, model class {needs.model}")
+        for described in groups:
+            _print_group(described)
+    if any(described["refusal"] for described in groups):
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def _group(
+    config: EngineConfig, registry: "Registry", named: "NamedBackends", needs: "ModelNeeds", group: "KVCacheGroup"
+) -> dict[str, Any]:
+    """Return what there is to say of one KV-cache group."""
+    from octavo.selection.backends import choose_backend, survey_backends
+
+    specs, chosen, refusal = needs.attention_specs(group), None, None
+    try:
+        chosen, _ = choose_backend(config, registry, named, group.spec.kind, specs)
+    except PluginUnsuitable as error:
+        refusal = str(error)
+    return {
+        "kind": group.spec.kind,
+        "layers": list(group.layers),
+        "chosen": None if chosen is None else chosen.part.plugin.name,
+        "because": None if chosen is None else chosen.why,
+        "refusal": refusal,
+        "backends": [
+            {
+                "name": plugin.name,
+                "package": plugin.package,
+                "version": plugin.version,
+                "serves": not reasons,
+                "reasons": list(reasons),
+            }
+            for plugin, reasons in survey_backends(registry, specs).items()
+        ],
+    }
+
+
+def _print_group(described: dict[str, Any]) -> None:
+    from octavo.selection.report import describe_layers
+
+    print(f"{described['kind']} ({describe_layers(described['layers'])})")
+    for backend in described["backends"]:
+        answer = "serves" if backend["serves"] else f"cannot serve: {' '.join(backend['reasons'])}"
+        print(f"  {backend['name']} ({backend['package']} {backend['version']}) {answer}")
+    if described["refusal"]:
+        print(f"  refused: {described['refusal']}")
+    else:
+        print(f"  chosen: {described['chosen']}, {described['because']}")

@@ -1,16 +1,21 @@
 """`octavo chat`: talk to a model."""
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.options import with_engine_options
+from octavo.cli.outcome import exit_if_broken_off, sentence_of
 from octavo.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP
 from octavo.config import EngineConfig
+from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from octavo.llm import TextStream
 
 
 @with_engine_options
@@ -35,7 +40,7 @@ def chat(
     with LLM(config=config) as llm:
         conversation = Conversation(llm.stream_chat, params, system)
         if message is not None:
-            conversation.say(message)
+            exit_if_broken_off(conversation.say(message))
             return
         if sys.stdin.isatty():
             print(f"Talking to {config.model or 'the demo model'}. {COMMANDS}", file=sys.stderr)
@@ -50,7 +55,7 @@ def chat(
 
 COMMANDS = "/new starts over, /quit leaves."
 
-StreamChat = Callable[[list[dict[str, str]], SamplingParams], Iterable[str]]
+StreamChat = Callable[[list[dict[str, str]], SamplingParams], "TextStream"]
 
 
 class Conversation:
@@ -68,26 +73,30 @@ class Conversation:
     def try_to_say(self, text: str) -> None:
         """As `say`, but a turn that is refused or interrupted leaves the conversation as it was before."""
         try:
-            self.say(text)
+            output = self.say(text)
+            if output is not None and output.outputs[0].finish_reason == "error":
+                print(f"octavo: the answer broke off: {sentence_of(output)}.", file=sys.stderr)
         except InvalidRequestError as error:
             print(f"octavo: {error} /new starts over.", file=sys.stderr)
         except KeyboardInterrupt:
             print("octavo: interrupted; the turn is forgotten", file=sys.stderr)
 
-    def say(self, text: str) -> None:
-        """Send one message and print the answer as it is made."""
+    def say(self, text: str) -> RequestOutput | None:
+        """Send one message and print the answer as it is made; return all that came of it."""
         if not text.strip():
             raise InvalidRequestError("The message is empty.", parameter="messages")
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = []
+        stream = self._stream_chat(asked, self._params)
         try:
-            for piece in self._stream_chat(asked, self._params):
+            for piece in stream:
                 answer.append(piece)
                 print(piece, end="", flush=True)
         finally:
             if answer:
                 print()
         self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
+        return stream.output
 
 
 def _read_line() -> str | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.options import with_engine_options
+from octavo.cli.outcome import exit_if_broken_off
 from octavo.cli.sampling import IgnoreEos, MaxTokens, MinP, MinTokens, Stop, Temperature, TopK, TopP
 from octavo.config import EngineConfig
 from octavo.core.sampling_params import SamplingParams
@@ -48,10 +49,13 @@ def generate(
         if as_json:
             (output,) = llm.generate(text, params, use_tqdm=False)
             print(json.dumps(asdict(output), ensure_ascii=False))
+            exit_if_broken_off(output)
             return
-        for piece in llm.stream(text, params):
+        stream = llm.stream(text, params)
+        for piece in stream:
             print(piece, end="", flush=True)
         print()
+        exit_if_broken_off(stream.output)
 
 
 def _read_standard_input() -> str:

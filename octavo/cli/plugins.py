@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.errors import PluginNotFound
 from octavo.plugins.families import FAMILIES, HOOKS
-from octavo.plugins.registry import Plugin, Registry, scan
+from octavo.plugins.registry import Plugin, Registry, Stray, is_same_package, scan
 
 # What a command that found a fault exits with; 2 is for one that could not do its work.
 EXIT_FAULT = 1
@@ -16,6 +17,7 @@ EXIT_FAULT = 1
 
 def plugins(
     *,
+    package: Annotated[str | None, typer.Argument(help="Only what this package registers.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Import each one and say what is wrong with it; exits with 1 then.")
     ] = False,
@@ -23,14 +25,23 @@ def plugins(
 ) -> None:
     """List the installed parts by family: name, package, version and where each is. Imports none of them."""
     registry = scan()
-    found = [plugin for family in FAMILIES for plugin in registry.plugins(family)]
+    found = [
+        plugin
+        for family in FAMILIES
+        for plugin in registry.plugins(family)
+        if package is None or is_same_package(package, plugin.package)
+    ]
+    strays = [s for s in registry.strays if check and (package is None or is_same_package(package, s.package))]
+    if package is not None and not found and not strays:
+        raise PluginNotFound(f"No package called {package!r} is installed that registers a part of Octavo's.")
     faults = {plugin: fault_of(registry, plugin) for plugin in found} if check else {}
     if as_json:
-        print(json.dumps([_as_object(plugin, faults) for plugin in found], indent=2))
+        objects = [_as_object(plugin, faults) for plugin in found] + [_stray_as_object(stray) for stray in strays]
+        print(json.dumps(objects, indent=2))
     else:
-        for line in _table(found, faults):
+        for line in [*_table(found, faults), *(f"FAULT  {stray}" for stray in strays)]:
             print(line)
-    if any(faults.values()):
+    if strays or any(faults.values()):
         raise typer.Exit(EXIT_FAULT)
 
 
@@ -65,6 +76,19 @@ def _as_object(plugin: Plugin, faults: dict[Plugin, str | None]) -> dict[str, An
         "location": plugin.location,
         "is_built_in": plugin.is_built_in,
         **checked,
+    }
+
+
+def _stray_as_object(stray: Stray) -> dict[str, Any]:
+    return {
+        "family": None,
+        "name": stray.name,
+        "package": stray.package,
+        "version": stray.version,
+        "target": None,
+        "location": None,
+        "is_built_in": False,
+        "fault": str(stray),
     }
 
 

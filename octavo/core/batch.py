@@ -65,19 +65,40 @@ class StepBatch:
         for layer in layers:
             key = (id(layer.backend), layer.group_id)
             if key not in self._plans:
-                self._plans[key] = layer.backend.plan(batches[layer.group_id])
+                try:
+                    self._plans[key] = layer.backend.plan(batches[layer.group_id])
+                except Exception as error:
+                    error.add_note(f"in the attention backend {_name(layer.backend)}, planning")
+                    raise
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, *, sinks: Tensor | None = None
     ) -> Tensor:
         """See `ForwardBatch.attention`."""
         cache = self._layers[layer]
-        # All rows write before any row reads: a row may use blocks that another one fills in this very step.
-        cache.backend.write(key, value, cache.kv_cache, self._slots[cache.group_id])
         plan = self._plans[id(cache.backend), cache.group_id]
-        output = cache.backend.attend(query, cache.kv_cache, plan, sinks=sinks)
-        assert isinstance(output, Tensor)
-        return output
+        try:
+            # All rows write before any row reads: a row may use blocks that another one fills in this very step.
+            cache.backend.write(key, value, cache.kv_cache, self._slots[cache.group_id])
+            output = cache.backend.attend(query, cache.kv_cache, plan, sinks=sinks)
+            checked = _checked(output, query, cache.backend.spec.head_dim_v)
+        except Exception as error:
+            error.add_note(f"in the attention backend {_name(cache.backend)}, layer {layer}")
+            raise
+        return checked
+
+
+def _name(backend: AttentionBackend) -> str:
+    return f"{type(backend).__module__}.{type(backend).__qualname__}"
+
+
+def _checked(output: Any, query: Tensor, head_dim_v: int) -> Tensor:
+    """Return what `attend` returned; raise when that is something else than a row for each query."""
+    wanted = (*query.shape[:2], head_dim_v)
+    if not isinstance(output, Tensor) or output.shape != wanted or output.dtype != query.dtype:
+        got = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(f"attend returned {got}; it must return {query.dtype} {wanted}")
+    return output
 
 
 def _attention_batch(

@@ -165,7 +165,7 @@ class EngineCore:
             if not isinstance(cause, Exception):
                 raise
             raise StepError(
-                f"A step of {plan.num_tokens} tokens failed and was undone: {type(cause).__name__}: {cause}",
+                f"A step of {plan.num_tokens} tokens failed and was undone: {_described(cause)}",
                 request_ids=request_ids,
             ) from cause
         return self.scheduler.update_from_output(plan, result)
@@ -240,6 +240,12 @@ class EngineCore:
                 "choose hash_function='sha256', or leave the salt out.",
                 parameter="cache_salt",
             )
+
+
+def _described(cause: BaseException) -> str:
+    """Return what was raised, and where, as far as notes say so."""
+    message = f": {cause}" if str(cause) else ""
+    return f"{type(cause).__name__}{message}" + "".join(f" ({note})" for note in getattr(cause, "__notes__", ()))
 
 
 def _as_id(given: Any, vocab_size: int) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.batch import LayerCache, StepBatch
-from octavo.core.interfaces import AttentionBackend, Model
+from octavo.core.interfaces import AttentionBackend, KVCacheSpec, Model
 from octavo.core.kv_cache_config import KVCacheConfig
 from octavo.core.sampler import Sampler
 from octavo.core.step_plan import StepPlan, StepResult
@@ -66,6 +66,11 @@ def allocate_kv_cache(config: KVCacheConfig, device: str) -> list[Tensor]:
     if device == "cpu":
         return [torch.from_numpy(np.zeros(shape, np.uint8)) for _ in range(num_slots)]
     return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+
+
+def try_bind(backend: AttentionBackend, spec: KVCacheSpec, device: str) -> None:
+    """Let a backend bind a cache of two blocks: a layout that does not fit shows before any weight is read."""
+    backend.bind(torch.zeros((2, spec.page_bytes), dtype=torch.uint8, device=device), spec)
 
 
 def _bind_layers(backends: Sequence[AttentionBackend], config: KVCacheConfig, device: str) -> list[LayerCache]:

@@ -15,9 +15,40 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.core.interfaces.hash_function import HashFunction
+from octavo.errors import PluginContractError
 
 # ("salt", text), ("lora", name, weights epoch), ("mm", content id, offset), ("embeds", digest)
 ExtraKey = tuple[str | int | bytes, ...]
+
+
+MIN_DIGEST_BYTES = 16
+
+
+def check_hash_function(hash_function: HashFunction) -> None:
+    """Raise when a hash function cannot make keys: two blocks of the same key would be taken for one.
+
+    Raises:
+        PluginContractError: Its digests are no bytes, too short, not always as long, or not always the same.
+    """
+    name = type(hash_function).__qualname__
+    inputs = (b"", b"0", b"octavo", bytes(range(256)) * 9)
+    digests = [hash_function.digest(data) for data in inputs]
+    for digest in digests:
+        if not isinstance(digest, bytes) or len(digest) < MIN_DIGEST_BYTES:
+            raise PluginContractError(
+                f"The hash function {name} returns {digest!r} as a digest; it must be bytes, at least "
+                f"{MIN_DIGEST_BYTES} of them."
+            )
+    if len({len(digest) for digest in digests}) > 1 or len(set(digests)) < len(inputs):
+        raise PluginContractError(
+            f"The hash function {name} returns digests of {sorted(map(len, digests))} bytes, {len(set(digests))} "
+            f"different ones for {len(inputs)} inputs; each input must have its own, and all must be of one length."
+        )
+    if digests != [hash_function.digest(data) for data in inputs]:
+        raise PluginContractError(
+            f"The hash function {name} returns another digest when it is asked again; the same bytes must give the "
+            "same one."
+        )
 
 
 def hash_root(hash_function: HashFunction, seed: str | None) -> bytes:

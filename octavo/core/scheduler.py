@@ -23,7 +23,7 @@ from octavo.core.request import Request, RequestStatus
 from octavo.core.request_table import RequestTable
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import RowSampling, StepPlan, StepResult
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, PluginContractError
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,9 @@ class Scheduler:
         num_preempted = self._schedule_running(scheduled)
         if not num_preempted:
             self._admit_waiting(scheduled, new_rows)
+        if not scheduled and not num_preempted and self._requests and not len(self._ended):
+            # An empty pool refuses nobody that was admissible, so somebody has lost a request, or counts wrongly.
+            raise PluginContractError(self._why_nothing_goes_on())
         return self._make_plan(scheduled, new_rows)
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> EngineOutput:
@@ -249,8 +252,7 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens - sum(scheduled.values())
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek_request()
-            assert isinstance(request, Request)
+            request = self._next_in_line()
             hit = self.kv_cache_manager.get_computed_blocks(request)
             verdict = self.kv_cache_manager.can_admit(request, hit)
             if verdict.fit is Fit.NEVER:
@@ -261,11 +263,32 @@ class Scheduler:
             if not verdict or not num_new:
                 logger.debug("%s waits: %s", request.request_id, verdict.reason or "no room in this step's budget")
                 return
-            self.waiting.pop_request()
+            popped = self.waiting.pop_request()
+            if popped is not request:
+                raise PluginContractError(
+                    f"The request queue {type(self.waiting).__qualname__} showed {request.request_id!r} with "
+                    f"peek_request, and pop_request took out {getattr(popped, 'request_id', popped)!r}; the two must "
+                    "be the same."
+                )
             self._admit(request, hit, num_new)
             new_rows.append(_row_sampling(request))
             scheduled[request] = num_new
             budget -= num_new
+
+    def _next_in_line(self) -> Request:
+        """Return what the queue shows; raise when that is no request that waits."""
+        request = self.waiting.peek_request()
+        if (
+            not isinstance(request, Request)
+            or self._requests.get(request.request_id) is not request
+            or request.status is RequestStatus.RUNNING
+        ):
+            raise PluginContractError(
+                f"The request queue {type(self.waiting).__qualname__} shows "
+                f"{getattr(request, 'request_id', request)!r} with peek_request, which is not waiting; it must be a "
+                "request that was added and not taken out since."
+            )
+        return request
 
     def _first_chunk(self, request: Request, hit: PrefixHit, budget: int) -> int:
         """Return how many tokens of a waiting request to compute first; 0 to let it wait."""
@@ -314,6 +337,15 @@ class Scheduler:
             num_decode_entries=int((num_new_tokens == 1).sum()),
             block_tables=tuple(m.block_tables[rows, : m.num_blocks[rows].max(initial=0)] for m in managers),
             new_rows=new_rows,
+        )
+
+    def _why_nothing_goes_on(self) -> str:
+        pool = self.kv_cache_manager.pool
+        return (
+            f"Nothing can go on: of {len(self._requests)} requests under way {len(self.running)} are running, the "
+            f"request queue {type(self.waiting).__qualname__} says that {len(self.waiting)} wait, and "
+            f"{pool.num_free_blocks} of {pool.num_usable_blocks} blocks are free. A request queue or a KV-cache "
+            "manager does not keep its contract."
         )
 
     def _owner(self, plan: StepPlan, entry: int) -> Request | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from types import FunctionType
+from types import FunctionType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 from octavo.core.interfaces.version import CONTRACT_VERSION
@@ -13,6 +13,8 @@ from octavo.errors import PluginContractError
 from octavo.plugins.families import Family
 
 logger = logging.getLogger(__name__)
+
+METHODS = (FunctionType, classmethod)
 
 
 def check_contract(family: Family, loaded: Any, shown: str, package: str, *, is_built_in: bool) -> None:
@@ -32,14 +34,19 @@ def check_contract(family: Family, loaded: Any, shown: str, package: str, *, is_
     subject = f"The {family.label} {shown}"
     if contract is not None:
         if not (isinstance(loaded, type) and issubclass(loaded, contract)):
+            wanted = f"{contract.__module__}.{contract.__qualname__}"
+            if isinstance(loaded, type):
+                raise PluginContractError(f"{subject} is not a subclass of {wanted}, which it must be.")
+            hint = "; its entry point must name the class: module:Class" if isinstance(loaded, ModuleType) else ""
             raise PluginContractError(
-                f"{subject} is not a subclass of {contract.__module__}.{contract.__qualname__}, which it must be."
+                f"{subject} is of type {type(loaded).__name__}, and must be a subclass of {wanted}{hint}."
             )
         missing = sorted(getattr(loaded, "__abstractmethods__", ()))
         if missing:
             raise PluginContractError(f"{subject} does not define {', '.join(missing)}.")
     # First, because a part for another version may be different in everything below.
     _check_version(subject, _stated_version(loaded, is_built_in), package)
+    _check_options(subject, loaded)
     if contract is not None:
         for fault in [*_missing_attributes(contract, loaded), *_signature_faults(family, contract, loaded)]:
             raise PluginContractError(f"{subject} {fault}")
@@ -76,12 +83,28 @@ def _check_version(subject: str, version: Any, package: str) -> None:
             CONTRACT_VERSION,
         )
         return
-    is_newer = type(version) is int and version > CONTRACT_VERSION
-    way_out = "install an Octavo that has it" if is_newer else f"install a release of {package} that was built for it"
+    if type(version) is not int:
+        raise PluginContractError(
+            f"{subject} says contract_version = {version!r}, of type {type(version).__name__}; it must be a whole "
+            f"number, such as {CONTRACT_VERSION}."
+        )
+    way_out = f"install a release of {package} that was built for it"
+    if version > CONTRACT_VERSION:
+        way_out = "install an Octavo that has it"
     raise PluginContractError(
-        f"{subject} was built for contract version {version!r}, and this Octavo has version {CONTRACT_VERSION}; "
+        f"{subject} was built for contract version {version}, and this Octavo has version {CONTRACT_VERSION}; "
         f"{way_out}."
     )
+
+
+def _check_options(subject: str, loaded: Any) -> None:
+    schema = getattr(loaded, "Options", None)
+    if schema is None:
+        return
+    from pydantic import BaseModel
+
+    if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
+        raise PluginContractError(f"{subject} has Options that are not a pydantic model.")
 
 
 def _missing_attributes(contract: type, loaded: type) -> Iterator[str]:
@@ -93,19 +116,27 @@ def _missing_attributes(contract: type, loaded: type) -> Iterator[str]:
 
 def _signature_faults(family: Family, contract: type, loaded: type) -> Iterator[str]:
     """Yield the methods that could not be called as the contract calls them."""
-    for name, promised in vars(contract).items():
+    takes_options = getattr(loaded, "Options", None) is not None
+    for name in dict.fromkeys([*vars(contract), family.factory]):
+        promised = inspect.getattr_static(contract, name)
         own = inspect.getattr_static(loaded, name, None)
-        if name.startswith("_") or own is promised or not isinstance(promised, (FunctionType, classmethod)):
+        is_factory = name == family.factory
+        if (name.startswith("_") and not is_factory) or not isinstance(promised, (*METHODS, WrapperDescriptorType)):
+            continue
+        if own is promised and not (is_factory and takes_options):
             continue
         if isinstance(promised, classmethod) and isinstance(own, FunctionType):
             yield f"defines {name} without @classmethod."
             continue
-        if not isinstance(own, (FunctionType, classmethod, staticmethod)):
+        if not isinstance(own, (*METHODS, staticmethod)):
+            if own is vars(object).get(name) and takes_options:
+                yield f"has Options, and no {name} that takes them: {name}(options=...)."
             continue
-        wanted = _parameters(promised)
-        if name == family.factory and getattr(loaded, "Options", None) is not None:
+        # Without a constructor of its own, a contract's objects are made without arguments.
+        wanted = _parameters(promised) if isinstance(promised, METHODS) else []
+        if is_factory and takes_options:
             wanted.append(inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY))
-        offered = inspect.Signature(_parameters(own))
+        offered = inspect.Signature([p.replace(annotation=p.empty) for p in _parameters(own)])
         # Callers that leave out what has a default must be served too.
         for passed in (wanted, [p for p in wanted if p.default is p.empty]):
             positional = [p.name for p in passed if p.kind is not p.KEYWORD_ONLY]
@@ -114,7 +145,8 @@ def _signature_faults(family: Family, contract: type, loaded: type) -> Iterator[
                 offered.bind(*positional, **by_name)
             except TypeError as cause:
                 call = ", ".join([*positional, *(f"{key}=..." for key in by_name)])
-                yield f"defines {name}{offered}, which cannot be called as {name}({call}): {cause}."
+                verb = "defines" if name in vars(loaded) else "inherits"
+                yield f"{verb} {name}{offered}, which cannot be called as {name}({call}): {cause}."
                 break
 
 

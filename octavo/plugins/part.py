@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import PluginChoice
-from octavo.errors import OctavoError, PluginBroken, PluginContractError, PluginOptionsError
+from octavo.errors import OctavoError, PluginBroken, PluginOptionsError
 from octavo.plugins.families import Family
 from octavo.plugins.registry import Plugin, Registry
 
@@ -71,20 +71,27 @@ def choose(registry: Registry, family: Family, choice: PluginChoice) -> Part:
 def load_part(registry: Registry, plugin: Plugin, options: dict[str, Any]) -> Part:
     """As `choose`, for a plugin that was found before."""
     loaded = registry.load_plugin(plugin)
-    return Part(plugin, loaded, _checked_options(plugin, loaded, options))
+    return Part(plugin, loaded, checked_options(f"the {plugin.family.label} {plugin}", loaded, options))
 
 
-def _checked_options(plugin: Plugin, loaded: Any, given: dict[str, Any]) -> Any:
-    subject = f"the {plugin.family.label} {plugin}"
+def checked_options(subject: str, loaded: Any, given: Mapping[str, Any]) -> Any:
+    """Return an instance of a part's `Options` with the given ones; None for a part that has none.
+
+    Args:
+        subject: What sentences call the part.
+        loaded: The part.
+        given: Options by name.
+
+    Raises:
+        PluginOptionsError: It does not take them.
+    """
     schema = getattr(loaded, "Options", None)
     if schema is None:
         if given:
             raise PluginOptionsError(f"T{subject[1:]} takes no options, and was given {', '.join(map(repr, given))}.")
         return None
-    from pydantic import BaseModel, ValidationError
+    from pydantic import ValidationError
 
-    if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
-        raise PluginContractError(f"T{subject[1:]} has Options that are not a pydantic model.")
     names = [field.alias or name for name, field in schema.model_fields.items()]
     if schema.model_config.get("extra") != "allow":
         # Whatever the model's own setting: an option that nobody reads is a mistake.
@@ -97,7 +104,7 @@ def _checked_options(plugin: Plugin, loaded: Any, given: dict[str, Any]) -> Any:
                     f"{', '.join(names) or 'none'}."
                 )
     try:
-        return schema.model_validate(copy.deepcopy(given))
+        return schema.model_validate(copy.deepcopy(dict(given)))
     except ValidationError as error:
         raise PluginOptionsError(" ".join(_sentence(fault, subject, schema) for fault in error.errors())) from None
 

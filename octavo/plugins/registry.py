@@ -18,7 +18,7 @@ from typing import Any
 import importlib_metadata
 
 from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginNotFound
-from octavo.plugins.families import FAMILIES, Family
+from octavo.plugins.families import ATTENTION_BACKENDS, FAMILIES, MODELS, Family
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,45 @@ class Plugin:
         return f"{self.name} ({self.target}, from {self.origin})"
 
 
+@dataclass(frozen=True)
+class Stray:
+    """What a package registers under a group that looks like Octavo's and is none.
+
+    Attributes:
+        group: The entry-point group, such as "octavo.attention_backend".
+        name: What it would be chosen by.
+        package: The distribution that registers it.
+        version: Of that distribution.
+    """
+
+    group: str
+    name: str
+    package: str
+    version: str
+
+    def __str__(self) -> str:
+        groups = {family.name: family.group for family in FAMILIES}
+        # Close indeed: a group of a later Octavo's is no misspelling of one that there is.
+        close = difflib.get_close_matches(self.group.rpartition(".")[2], groups, n=1, cutoff=0.75)
+        suggestion = (
+            f" Did its authors mean {groups[close[0]]!r}?" if close else f" Groups: {', '.join(groups.values())}."
+        )
+        return (
+            f"{self.package} {self.version} registers '{self.name}' under {self.group!r}, which is no group of this "
+            f"Octavo's, so it is never found.{suggestion}"
+        )
+
+
 class Registry:
     """The plugins of the installed packages.
 
     Args:
         plugins: What was found; `scan` finds it.
+        strays: What was found under groups that are none.
     """
 
-    def __init__(self, plugins: Sequence[Plugin]) -> None:
+    def __init__(self, plugins: Sequence[Plugin], strays: Sequence[Stray] = ()) -> None:
+        self.strays = tuple(strays)
         self._plugins = tuple(plugins)
         self._loaded: dict[Plugin, Any] = {}
         # Names of Octavo's own that other packages register too, and that a warning was given for.
@@ -90,10 +121,10 @@ class Registry:
                 "Install it, from a checkout with: pip install -e ."
             )
         members = self.plugins(family)
-        package, _, plain_name = name.rpartition(":")
-        matches = [p for p in members if p.name == plain_name and (not package or _is_same_package(package, p.package))]
+        package, colon, plain_name = name.rpartition(":")
+        matches = [p for p in members if p.name == plain_name and (not colon or is_same_package(package, p.package))]
         if not matches:
-            raise PluginNotFound(_not_found(family, name, members))
+            raise PluginNotFound(self._not_found(family, name))
         if matches[0].is_built_in:
             # A built-in name stays Octavo's, whatever gets installed beside it.
             self._warn_of_reserved_name(matches)
@@ -130,6 +161,11 @@ class Registry:
 
     def fault_of_name(self, plugin: Plugin) -> str | None:
         """Return what is wrong with the name that a plugin is registered under, as a sentence; None when nothing is."""
+        if ":" in plugin.name or (plugin.name == "auto" and plugin.family in (ATTENTION_BACKENDS, MODELS)):
+            return (
+                f"The {plugin.family.label} {plugin} uses a name that nobody can choose: 'auto' lets Octavo choose, "
+                "and a colon stands behind a package's name. Its authors must choose another name."
+            )
         rivals = [p for p in self.plugins(plugin.family) if p.name == plugin.name and p != plugin]
         if any(rival.is_built_in for rival in rivals):
             return (
@@ -142,6 +178,25 @@ class Registry:
                 f"as '{plugin.package}:{plugin.name}' alone."
             )
         return None
+
+    def _not_found(self, family: Family, name: str) -> str:
+        installed = self.plugins(family)
+        package, colon, plain_name = name.rpartition(":")
+        by_lower_name = {plugin.name.lower(): plugin.name for plugin in installed}
+        close = difflib.get_close_matches(plain_name.lower(), by_lower_name, n=1)
+        said = [f"No {family.label} is called {name!r}."]
+        if close:
+            said.append(f"Did you mean {by_lower_name[close[0]]!r}?")
+        if colon:
+            said.append(_what_is_installed_of(package, installed))
+        said += [
+            f"There is a {other.family.label} of that name, {other}."
+            for other in self._plugins
+            if other.name == plain_name and other.family != family
+        ]
+        said += [str(stray) for stray in self.strays if stray.name == plain_name]
+        listed = ", ".join(p.name if p.is_built_in else f"{p.name} ({p.origin})" for p in installed) or "none"
+        return " ".join([*said, f"Installed: {listed}."])
 
     def _warn_of_reserved_name(self, matches: Sequence[Plugin]) -> None:
         own, *others = matches
@@ -159,27 +214,31 @@ class Registry:
 @functools.cache
 def scan() -> Registry:
     """Look through the installed packages once a process. Imports none of what they register."""
-    by_package: dict[str, list[Plugin]] = {}
+    by_package: dict[str, list[Plugin | Stray]] = {}
     for distribution in importlib_metadata.distributions():
         try:
-            plugins = _plugins_of(distribution)
+            found = _entries_of(distribution)
         except Exception as cause:
             # What remains of a package that was removed by hand must not keep everything else from working.
             where = distribution.locate_file("")
             logger.warning("passing over a package in %s, whose metadata cannot be read: %s", where, cause)
             continue
-        if plugins:
+        if found:
             # A package can be met twice, on two entries of sys.path; Python would import the first.
-            by_package.setdefault(_canonical(plugins[0].package), plugins)
-    return Registry([plugin for plugins in by_package.values() for plugin in plugins])
+            by_package.setdefault(_canonical(found[0].package), found)
+    everything = [entry for entries in by_package.values() for entry in entries]
+    return Registry(
+        [entry for entry in everything if isinstance(entry, Plugin)],
+        [entry for entry in everything if isinstance(entry, Stray)],
+    )
 
 
-def _plugins_of(distribution: Any) -> list[Plugin]:
+def _entries_of(distribution: Any) -> list[Plugin | Stray]:
     families = {family.group: family for family in FAMILIES}
     # Of what most packages register nothing is for Octavo; looking for its name costs less than parsing it all.
     if f"[{OWN_PACKAGE}." not in (distribution.read_text("entry_points.txt") or ""):
         return []
-    entries = [entry for entry in distribution.entry_points if entry.group in families]
+    entries = [entry for entry in distribution.entry_points if entry.group.startswith(f"{OWN_PACKAGE}.")]
     if not entries:
         return []
     # Parsed only for packages that register something: it takes longer than all the rest.
@@ -187,7 +246,12 @@ def _plugins_of(distribution: Any) -> list[Plugin]:
     name, version, location = metadata["Name"], metadata["Version"], str(distribution.locate_file(""))
     if not name:
         raise ValueError("it has no name")
-    return [Plugin(families[entry.group], entry.name, entry.value, name, version, location) for entry in entries]
+    return [
+        Plugin(families[entry.group], entry.name, entry.value, name, version, location)
+        if entry.group in families
+        else Stray(entry.group, entry.name, name, version)
+        for entry in entries
+    ]
 
 
 def _import(plugin: Plugin) -> Any:
@@ -202,8 +266,11 @@ def _import(plugin: Plugin) -> Any:
         for name in set(sys.modules) - before:
             if name == package or name.startswith(f"{package}."):
                 _forget_module(name)
+        hint = ""
+        if ":" not in plugin.target and plugin.family.contract_target is not None:
+            hint = ". Its entry point names no class; one is written module:Class"
         raise PluginBroken(
-            f"The {plugin.family.label} {plugin} cannot be imported: {type(cause).__name__}: {cause}"
+            f"The {plugin.family.label} {plugin} cannot be imported: {type(cause).__name__}: {cause}{hint}"
         ) from cause
 
 
@@ -215,7 +282,8 @@ def _forget_module(name: str) -> None:
         delattr(sys.modules[parent], child)
 
 
-def _is_same_package(name: str, other: str) -> bool:
+def is_same_package(name: str, other: str) -> bool:
+    """Say whether two names stand for one distribution, as package indexes compare them."""
     return _canonical(name) == _canonical(other)
 
 
@@ -224,19 +292,9 @@ def _canonical(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def _not_found(family: Family, name: str, installed: Sequence[Plugin]) -> str:
-    package, _, plain_name = name.rpartition(":")
-    names = list(dict.fromkeys(plugin.name for plugin in installed))
-    close = difflib.get_close_matches(plain_name, names, n=1)
-    suggestion = f" Did you mean {close[0]!r}?" if close else ""
-    about_package = f" {_what_is_installed_of(package, installed)}" if package else ""
-    listed = ", ".join(p.name if p.is_built_in else f"{p.name} ({p.origin})" for p in installed) or "none"
-    return f"No {family.label} is called {name!r}.{suggestion}{about_package} Installed: {listed}."
-
-
 def _what_is_installed_of(package: str, installed: Sequence[Plugin]) -> str:
     """Say of a package that was named, and does not register what was asked for, whether it is there at all."""
-    own = [plugin.name for plugin in installed if _is_same_package(plugin.package, package)]
+    own = [plugin.name for plugin in installed if is_same_package(plugin.package, package)]
     try:
         distribution = importlib_metadata.distribution(package)
     # An odd name, or one that nothing is installed under.

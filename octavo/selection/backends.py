@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from octavo.config import EngineConfig, PluginChoice
 from octavo.core.interfaces import AttentionSpec
@@ -10,20 +11,58 @@ from octavo.errors import OctavoError, PluginContractError, PluginUnsuitable
 from octavo.plugins.families import ATTENTION_BACKENDS
 from octavo.plugins.part import Part, choose
 from octavo.plugins.registry import Plugin, Registry
+from octavo.selection.named import named_by_kind, named_unless_auto
 from octavo.selection.report import Chosen, Rejected
 
 # Which of Octavo's own attention backends "auto" takes: the first that can serve.
 AUTO_BACKENDS = ("torch_sdpa",)
 
 
-def first_that_serves(
-    config: EngineConfig, registry: Registry, specs: Sequence[AttentionSpec]
-) -> tuple[Chosen, tuple[Rejected, ...]]:
-    """Take the first of Octavo's own backends that can serve; return it, and why each other one was not taken.
+@dataclass(frozen=True)
+class NamedBackends:
+    """The attention backends that a config names.
+
+    Attributes:
+        by_kind: By the kind of what layers keep.
+        default: For every other kind; None for "auto".
+    """
+
+    by_kind: dict[str, Chosen]
+    default: Chosen | None
+
+
+def named_backends(config: EngineConfig, registry: Registry) -> NamedBackends:
+    """Find and import what is named.
 
     Raises:
-        PluginUnsuitable: None can; the message has every reason, and which installed ones could.
+        PluginError: It cannot be had, or does not take its options.
     """
+    return NamedBackends(
+        named_by_kind(config, registry, ATTENTION_BACKENDS, "attention_backends", config.attention_backends),
+        named_unless_auto(config, registry, ATTENTION_BACKENDS, config.attention_backend),
+    )
+
+
+def choose_backend(
+    config: EngineConfig, registry: Registry, named: NamedBackends, kind: str, specs: Sequence[AttentionSpec]
+) -> tuple[Chosen, tuple[Rejected, ...]]:
+    """Return the backend of a KV-cache group, and why each other one that is installed is not it.
+
+    Raises:
+        PluginUnsuitable: The one that is named cannot serve, or with "auto" none of Octavo's own can. The message has
+            every reason, and which installed ones could.
+    """
+    chosen = named.by_kind.get(kind, named.default)
+    if chosen is None:
+        return _first_that_serves(config, registry, specs)
+    _check_serves(registry, chosen.part, specs)
+    others = [plugin for plugin in registry.plugins(ATTENTION_BACKENDS) if plugin != chosen.part.plugin]
+    return chosen, tuple(Rejected(plugin, ("Not asked for.",)) for plugin in others)
+
+
+def _first_that_serves(
+    config: EngineConfig, registry: Registry, specs: Sequence[AttentionSpec]
+) -> tuple[Chosen, tuple[Rejected, ...]]:
     chosen: Part | None = None
     rejected: list[Rejected] = []
     for name in AUTO_BACKENDS:
@@ -56,8 +95,7 @@ def first_that_serves(
     return Chosen(chosen, config.source_of("attention_backend"), reason), tuple(rejected)
 
 
-def check_serves(registry: Registry, part: Part, specs: Sequence[AttentionSpec]) -> None:
-    """Raise PluginUnsuitable when a backend that was named cannot serve: every reason, and which ones could."""
+def _check_serves(registry: Registry, part: Part, specs: Sequence[AttentionSpec]) -> None:
     if reasons := reasons_against(part, specs):
         raise PluginUnsuitable(
             f"The attention backend {part.plugin} cannot serve this model here: {' '.join(reasons)} "

@@ -26,11 +26,15 @@ class Chosen:
     source: str
     reason: str = ""
 
+    @property
+    def why(self) -> str:
+        """Where the choice comes from and what made it this one, such as "by default; 'auto' takes the first"."""
+        return f"by {self.source}; {self.reason}" if self.reason else f"by {self.source}"
+
     def __str__(self) -> str:
         options = self.part.options
         shown = f" with {options!r}" if options is not None else ""
-        reason = f"; {self.reason}" if self.reason else ""
-        return f"{self.part.plugin.name} ({self.part.plugin.origin}){shown}, by {self.source}{reason}"
+        return f"{self.part.plugin.name} ({self.part.plugin.origin}){shown}, {self.why}"
 
 
 @dataclass(frozen=True)

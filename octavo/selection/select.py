@@ -12,17 +12,17 @@ from typing import Any
 from octavo.config import EngineConfig, PluginChoice, environment_warnings
 from octavo.core.interfaces import Checkpoint, ModelSpec
 from octavo.core.kv_cache_config import KVCacheGroup, make_groups
-from octavo.errors import ConfigError, PluginOptionsError, PluginUnsuitable
-from octavo.plugins.families import ATTENTION_BACKENDS, HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
+from octavo.errors import ConfigError, PluginUnsuitable
+from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import Part, choose
 from octavo.plugins.registry import Registry
-from octavo.selection.backends import check_serves, first_that_serves
-from octavo.selection.report import Chosen, GroupSelection, ModelNeeds, Rejected, Selection
+from octavo.selection.backends import choose_backend, named_backends
+from octavo.selection.named import AUTO, named, named_by_kind, named_unless_auto
+from octavo.selection.report import Chosen, GroupSelection, ModelNeeds, Selection
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 # The model class that "auto" takes where no other of Octavo's own is registered for the model_type.
 FALLBACK_MODEL = "transformers"
 
@@ -36,28 +36,19 @@ def select(config: EngineConfig, registry: Registry) -> Selection:
         ConfigError: Settings contradict each other or the model.
     """
     # Names are looked up before the model's files: a misspelt one should not take a minute to be found.
-    queue = _named(config, registry, REQUEST_QUEUES.setting, config.scheduler.request_queue)
-    hash_function = _named(config, registry, HASH_FUNCTIONS.setting, config.cache.hash_function)
+    queue = named(config, registry, REQUEST_QUEUES, config.scheduler.request_queue)
+    hash_function = named(config, registry, HASH_FUNCTIONS, config.cache.hash_function)
     observers = _observers(config, registry)
     hooks = Observers([observer.part for observer in observers])
-    backends, managers = _backends_by_kind(config, registry), _managers_by_kind(config, registry)
-    default_backend = _named_unless_auto(config, registry, ATTENTION_BACKENDS.setting, config.attention_backend)
+    backends = named_backends(config, registry)
+    managers = named_by_kind(config, registry, KV_MANAGERS, "kv_managers", config.cache.kv_managers)
     needs = model_needs(config, registry)
-    for setting, choices in (("attention_backends", backends), ("kv_managers", managers)):
-        _check_kinds(setting, choices, needs.groups)
+    _check_kinds("attention_backends", backends.by_kind, needs.groups)
+    _check_kinds("kv_managers", managers, needs.groups)
     groups = []
     for group in needs.groups:
-        specs, kind = needs.attention_specs(group), group.spec.kind
-        backend = backends.get(kind, default_backend)
-        if backend is None:
-            backend, others = first_that_serves(config, registry, specs)
-        else:
-            check_serves(registry, backend.part, specs)
-            others = tuple(
-                Rejected(plugin, ("Not asked for.",))
-                for plugin in registry.plugins(ATTENTION_BACKENDS)
-                if plugin != backend.part.plugin
-            )
+        kind = group.spec.kind
+        backend, others = choose_backend(config, registry, backends, kind, needs.attention_specs(group))
         manager = managers.get(kind) or _default_manager(registry, kind)
         _check_manager(manager.part, group)
         groups.append(GroupSelection(group, manager, backend, others))
@@ -74,14 +65,14 @@ def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:
     """
     for sentence in environment_warnings():
         logger.warning("%s", sentence)
-    named = _named_unless_auto(config, registry, MODELS.setting, config.model_impl)
+    named_model = named_unless_auto(config, registry, MODELS, config.model_impl)
     # Imported here, for torch takes more than a second.
     from octavo.models.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, checkpoint)
-    model = named or _model_by_type(config, registry, checkpoint.config.get("model_type"))
+    model = named_model or _model_by_type(config, registry, checkpoint.config.get("model_type"))
     kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
     with model.part.blamed("when it was asked what the model needs"):
         spec: ModelSpec = model.part.loaded.spec_from_config(
@@ -93,22 +84,6 @@ def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:
 # -- single parts -----------------------------------------------------------------------------------------------
 
 
-def _named(config: EngineConfig, registry: Registry, setting: str, choice: PluginChoice) -> Chosen:
-    family = {f.setting: f for f in (ATTENTION_BACKENDS, REQUEST_QUEUES, HASH_FUNCTIONS, MODELS)}[setting]
-    return Chosen(choose(registry, family, choice), config.source_of(setting))
-
-
-def _named_unless_auto(config: EngineConfig, registry: Registry, setting: str, choice: PluginChoice) -> Chosen | None:
-    if choice.name != AUTO:
-        return _named(config, registry, setting, choice)
-    if choice.options:
-        raise PluginOptionsError(
-            f"{setting} is 'auto', which takes no options, and was given {', '.join(map(repr, choice.options))}; name "
-            "the part that they are for."
-        )
-    return None
-
-
 def _observers(config: EngineConfig, registry: Registry) -> tuple[Chosen, ...]:
     observers: list[Chosen] = []
     for choice in config.hooks:
@@ -117,21 +92,6 @@ def _observers(config: EngineConfig, registry: Registry) -> tuple[Chosen, ...]:
             raise ConfigError(f"hooks lists the observer {part.plugin} twice; it would be told everything twice.")
         observers.append(Chosen(part, config.source_of("hooks")))
     return tuple(observers)
-
-
-def _backends_by_kind(config: EngineConfig, registry: Registry) -> dict[str, Chosen]:
-    source = config.source_of("attention_backends")
-    return {
-        kind: Chosen(choose(registry, ATTENTION_BACKENDS, choice), source)
-        for kind, choice in config.attention_backends.items()
-    }
-
-
-def _managers_by_kind(config: EngineConfig, registry: Registry) -> dict[str, Chosen]:
-    source = config.source_of("kv_managers")
-    return {
-        kind: Chosen(choose(registry, KV_MANAGERS, choice), source) for kind, choice in config.cache.kv_managers.items()
-    }
 
 
 def _default_manager(registry: Registry, kind: str) -> Chosen:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 from octavo.core.interfaces import CONTRACT_VERSION
-from octavo.errors import PluginError
+from octavo.errors import PluginError, PluginOptionsError
 from octavo.plugins.families import Family
+from octavo.plugins.part import checked_options
 from octavo.plugins.registry import scan
 
 RAISES_NOTHING = "It raises nothing but what its contract names."
@@ -88,7 +89,11 @@ class ConformanceSuite:
 
     def _options_for(self, part: type[Any]) -> dict[str, Any]:
         """Return the keyword argument that hands the part its options; none where it takes none."""
-        return {} if part.Options is None else {"options": part.Options(**self.options)}
+        try:
+            options = checked_options(f"the class {part.__name__}", part, self.options)
+        except PluginOptionsError as error:
+            raise SuiteMisusedError(f"{type(self).__name__}.options: {error}") from None
+        return {} if options is None else {"options": options}
 
 
 def reproducible(test: Callable[P, None]) -> Callable[P, None]:

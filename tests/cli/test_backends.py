@@ -7,7 +7,12 @@ from fake_packages import BACKEND, install
 
 import octavo
 from octavo.cli.app import run
+from octavo.config import EngineConfig
+from octavo.errors import PluginUnsuitable
+from octavo.plugins.registry import scan
+from octavo.selection.select import select
 
+AUTO = "by default; 'auto' takes the first of Octavo's own that can serve"
 HEAD = "full_attention (layers 0-1)"
 OWN = f"octavo {octavo.__version__}"
 
@@ -17,7 +22,11 @@ def packages(site):
     sources = {
         "able": BACKEND,
         "broken": "raise OSError('no driver')",
-        "choosy": f"from pydantic import BaseModel\n{BACKEND}\n    class Options(BaseModel):\n        k: int\n",
+        "choosy": (
+            f"from pydantic import BaseModel\n{BACKEND}\n    class Options(BaseModel):\n        k: int\n"
+            "    def __init__(self, spec, *, options): super().__init__(spec)\n"
+        ),
+        "dicty": f"{BACKEND}\n    Options = dict\n",
         "unable": (
             f"{BACKEND}\n    @classmethod\n"
             "    def cannot_serve(cls, spec): return ['No CPU.', 'No ' + spec.dtype + '.']\n"
@@ -37,6 +46,10 @@ REASONS = {
         "driver."
     ],
     "choosy": [],
+    "dicty": [
+        "The attention backend dicty (dicty_module:Backend, from dicty-package 1.0) has Options that are not a "
+        "pydantic model."
+    ],
     "odd": [
         "The attention backend odd (odd_module:Backend, from odd-package 1.0) answers cannot_serve with 'No CPU.'; it "
         "must be a list of sentences, empty when it can serve."
@@ -55,15 +68,21 @@ def test_each_installed_backend_serves_or_says_every_reason_why_not(packages, ti
             f"  {name} ({name}-package 1.0) " + (f"cannot serve: {' '.join(reasons)}" if reasons else "serves")
             for name, reasons in REASONS.items()
         ),
+        f"  chosen: torch_sdpa, {AUTO}",
     ]
 
 
 def test_a_program_gets_the_same(packages, tiny_folder, capsys):
     assert run(["backends", "--model", str(tiny_folder), "--json"]) == 0
-    (group,) = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
+    (group,) = found.pop("groups")
+    assert found == {"model": str(tiny_folder), "device": "cpu", "dtype": "float32", "model_class": "llama"}
     assert group == {
         "kind": "full_attention",
         "layers": [0, 1],
+        "chosen": "torch_sdpa",
+        "because": AUTO,
+        "refusal": None,
         "backends": [
             {"name": "torch_sdpa", "package": "octavo", "version": octavo.__version__, "serves": True, "reasons": []},
             *(
@@ -72,6 +91,70 @@ def test_a_program_gets_the_same(packages, tiny_folder, capsys):
             ),
         ],
     }
+
+
+# -- which one is chosen ----------------------------------------------------------------------------------------
+
+
+def chosen(capsys, *arguments, status=0):
+    """Return what is said of the choice, as a program gets it and as the last line."""
+    assert run(["backends", *arguments, "--json"]) == status
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    assert run(["backends", *arguments]) == status
+    last = capsys.readouterr().out.splitlines()[-1]
+    return (group["chosen"], group["because"], group["refusal"]), last
+
+
+def test_the_one_that_is_named_is_chosen_and_where_it_was_named_is_said(packages, tiny_folder, tmp_path, capsys):
+    assert chosen(capsys, str(tiny_folder), "--attention-backend", "able") == (
+        ("able", "by flag --attention-backend", None),
+        "  chosen: able, by flag --attention-backend",
+    )
+    file = tmp_path / "octavo.toml"
+    file.write_text('attention_backends.full_attention = { name = "choosy", options = { k = 1 } }\n')
+    arguments = [str(tiny_folder), "--config", str(file), "--attention-backend", "able"]
+    assert chosen(capsys, *arguments) == (("choosy", f"by {file}", None), f"  chosen: choosy, by {file}")
+
+
+def test_one_that_is_named_and_cannot_serve_is_refused_as_by_an_engine_and_the_status_is_1(
+    packages, tiny_folder, capsys
+):
+    sentence = (
+        "The attention backend unable (unable_module:Backend, from unable-package 1.0) cannot serve this model here: "
+        "No CPU. No float32. Installed ones that could: torch_sdpa, able-package:able, choosy-package:choosy."
+    )
+    assert chosen(capsys, str(tiny_folder), "--attention-backend", "unable", status=1) == (
+        (None, None, sentence),
+        f"  refused: {sentence}",
+    )
+    with pytest.raises(PluginUnsuitable) as caught:
+        select(EngineConfig.from_flat(model=str(tiny_folder), attention_backend="unable"), scan())
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("torch_sdpaa", "No attention backend is called 'torch_sdpaa'. Did you mean 'torch_sdpa'? Installed: "),
+        ("broken", REASONS["broken"][0].removesuffix(".")),
+        ("dicty", REASONS["dicty"][0]),
+        ("odd", REASONS["odd"][0]),
+        (
+            "choosy",
+            "The option 'k' of the attention backend choosy (choosy_module:Backend, from choosy-package 1.0) is "
+            "missing, and has no default.",
+        ),
+    ],
+)
+def test_one_that_is_named_and_cannot_be_had_is_one_line_and_the_status_2(
+    packages, tiny_folder, capsys, name, sentence, flags
+):
+    assert run(["backends", str(tiny_folder), "--attention-backend", name, *flags]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"octavo: {sentence}")
+    assert shown.err.count("\n") == 1
 
 
 def test_the_settings_count_as_for_an_engine(packages, tiny_folder, capsys):

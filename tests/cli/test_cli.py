@@ -9,14 +9,17 @@ import sys
 import pytest
 
 import octavo
+from octavo.attention_backends.torch_sdpa import TorchSDPABackend
 from octavo.cli.app import run
 from octavo.cli.chat import Conversation
 from octavo.cli.main import main
 from octavo.cli.options import make_config
+from octavo.cli.outcome import exit_if_broken_off
 from octavo.config import EngineConfig, PluginChoice, field_sections
 from octavo.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from octavo.testing import installed
 
 # A flag's value for each field, and what it becomes.
 FLAGS = {
@@ -81,13 +84,35 @@ class FakeLLM:
 
     def stream(self, prompt, params):
         self.asked.append((prompt, params))
-        yield from ("blue", " and", " green")
+        return FakeStream("blue", " and", " green")
 
     def stream_chat(self, messages, params):
         self.asked.append((messages, params))
         if messages[-1]["content"] == "too long":
             raise InvalidRequestError("The prompt has 9 tokens; shorten it.", parameter="prompt")
-        yield from ("answer ", str(len(messages)))
+        return FakeStream("answer ", str(len(messages)))
+
+
+class FakeStream:
+    """Gives pieces of text, raises what is among them, and has a result once all have been taken."""
+
+    def __init__(self, *pieces, finish_reason="stop", stop_reason=None):
+        self.pieces = list(pieces)
+        choice = CompletionOutput(0, "", [5, 6], None, None, finish_reason, stop_reason)
+        self.result = RequestOutput("request-0", None, [1, 2], finished=True, outputs=[choice])
+        self.output = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.pieces:
+            self.output = self.result
+            raise StopIteration
+        piece = self.pieces.pop(0)
+        if isinstance(piece, BaseException):
+            raise piece
+        return piece
 
 
 @pytest.fixture
@@ -179,7 +204,7 @@ def test_hooks_are_names_or_what_a_file_would_have():
     assert make_config(None, {"hooks": '{ name = "two", options = { path = "x,y" } }'}).hooks == (two,)
     with pytest.raises(ConfigError) as caught:
         make_config(None, {"hooks": "one,"})
-    assert str(caught.value) == "hooks.1 is '': it must be a name, or a table with a name and, if need be, options."
+    assert str(caught.value) == "hooks.1 is '': the name is empty."
 
 
 def test_a_flag_takes_the_place_of_the_files_value_as_its_source(tmp_path):
@@ -343,6 +368,88 @@ def test_json_is_the_whole_result_and_nothing_else(fake_llm, capsys):
     assert choice["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5]]}]
 
 
+NON_FINITE = (
+    "octavo: the answer broke off: the logits are not finite numbers. The fault is in the weights, in the dtype, or in "
+    "the attention backend; try --dtype float32 or --attention-backend torch_sdpa.\n"
+)
+
+
+class NanBackend(TorchSDPABackend):
+    """Right for up to 40 tokens; past that, what it returns is no number."""
+
+    contract_version = 1
+
+    def attend(self, query, kv_cache, plan, **more):
+        output = super().attend(query, kv_cache, plan, **more)
+        return output * float("nan") if self.is_long else output
+
+    def plan(self, batch):
+        self.is_long = max(batch.context_lens_host) > 40
+        return super().plan(batch)
+
+
+@pytest.fixture
+def nan_flags(tiny_folder):
+    """Flags of a real model whose attention ends in NaN once there are more than 40 tokens."""
+    with installed({"octavo.attention_backends": {"nan": NanBackend}}):
+        yield ["--model", str(tiny_folder), "--num-kv-blocks", "40", "--attention-backend", "nan"]
+
+
+def test_an_answer_that_breaks_off_is_said_and_exits_with_2(nan_flags, capsys):
+    assert run(["generate", "x" * 60, *nan_flags]) == 2
+    assert capsys.readouterr() == ("\n", NON_FINITE)
+
+
+def test_what_came_before_an_answer_broke_off_is_printed(nan_flags, capsys):
+    assert run(["generate", "x" * 20, "--ignore-eos", "--json", *nan_flags]) == 2
+    before = json.loads(capsys.readouterr().out)["outputs"][0]
+    assert len(before["token_ids"]) > 10
+    assert run(["generate", "x" * 20, "--ignore-eos", *nan_flags]) == 2
+    assert capsys.readouterr() == (f"{before['text']}\n", NON_FINITE)
+
+
+def test_an_answer_that_breaks_off_is_still_json(nan_flags, capsys):
+    assert run(["generate", "x" * 60, "--json", *nan_flags]) == 2
+    shown = capsys.readouterr()
+    (choice,) = json.loads(shown.out)["outputs"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("error", "non_finite_logits")
+    assert shown.err == NON_FINITE
+
+
+def test_a_chat_message_whose_answer_breaks_off_exits_with_2(nan_flags, capsys):
+    assert run(["chat", "x" * 60, *nan_flags]) == 2
+    assert capsys.readouterr() == ("", NON_FINITE)
+
+
+def test_a_conversation_goes_on_after_an_answer_that_broke_off(nan_flags, monkeypatch, capsys):
+    type_in(monkeypatch, f"{'x' * 60}\n/new\nhi\n/quit\n")
+    assert run(["chat", "--max-tokens", "3", *nan_flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == NON_FINITE
+    assert shown.out
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [("detokenizer_failed", "the tokenizer cannot make text of the tokens"), ("no_such_reason", "no_such_reason")],
+)
+def test_each_reason_why_an_answer_breaks_off_has_its_sentence(capsys, reason, sentence):
+    conversation = Conversation(
+        lambda messages, params: FakeStream("half", finish_reason="error", stop_reason=reason), SamplingParams(), None
+    )
+    conversation.try_to_say("hello")
+    assert capsys.readouterr() == ("half\n", f"octavo: the answer broke off: {sentence}.\n")
+    conversation.try_to_say("again")
+    assert contents(conversation.messages) == ["hello", "half", "again", "half"]
+
+
+def test_an_answer_that_comes_to_its_end_is_no_fault(capsys):
+    for reason in ("stop", "length", "abort"):
+        exit_if_broken_off(FakeStream(finish_reason=reason, stop_reason="kv_cache_full").result)
+    exit_if_broken_off(None)
+    assert capsys.readouterr() == ("", "")
+
+
 # -- chat -------------------------------------------------------------------------------------------------------
 
 
@@ -389,9 +496,7 @@ def test_a_turn_that_is_refused_is_reported_and_the_conversation_goes_on_without
 @pytest.mark.parametrize("error", [InvalidRequestError("no"), KeyboardInterrupt()])
 def test_a_turn_that_fails_half_way_leaves_no_trace(capsys, error):
     def stream_chat(messages, params):
-        yield "half"
-        if messages[-1]["content"] == "fails":
-            raise error
+        return FakeStream("half", *([error] if messages[-1]["content"] == "fails" else []))
 
     conversation = Conversation(stream_chat, SamplingParams(), system="Be brief.")
     conversation.say("works")
@@ -409,7 +514,7 @@ def test_a_turn_that_fails_half_way_leaves_no_trace(capsys, error):
 def test_conversations_do_not_share_their_messages():
     def stream_chat(messages, params):
         messages.append({"role": "user", "content": "meddling"})
-        yield "x"
+        return FakeStream("x")
 
     first, second = (Conversation(stream_chat, SamplingParams(), system=None) for _ in range(2))
     first.start_over()
@@ -458,8 +563,7 @@ def test_an_interrupt_while_the_command_line_is_imported_is_no_traceback(monkeyp
 
 def test_an_interrupted_turn_is_forgotten_and_the_conversation_goes_on(capsys):
     def interrupted(messages, params):
-        yield "half an"
-        raise KeyboardInterrupt
+        return FakeStream("half an", KeyboardInterrupt())
 
     conversation = Conversation(interrupted, SamplingParams(), None)
     conversation.try_to_say("hello")

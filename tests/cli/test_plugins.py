@@ -105,7 +105,9 @@ def faults(capsys, status=1):
 
 
 def test_parts_without_a_fault_are_said_to_be_well(site, capsys):
-    options = "\n    class Options(BaseModel):\n        k: int\n"
+    options = (
+        "\n    class Options(BaseModel):\n        k: int\n    def __init__(self, *, options): super().__init__()\n"
+    )
     install(
         site,
         "their-package",
@@ -151,6 +153,27 @@ FAULTS = {
         f"{QUEUE}\n    Options = dict\n",
         "The request queue dicty (dicty_module:Queue, from dicty-package 1.0) has Options that are not a pydantic "
         "model.",
+    ),
+    "module": (
+        "Queue = __import__('json')",
+        "The request queue module (module_module:Queue, from module-package 1.0) is of type module, and must be a "
+        "subclass of octavo.core.interfaces.request_queue.RequestQueue; its entry point must name the class: "
+        "module:Class.",
+    ),
+    "wordy": (
+        QUEUE.replace("= 1", "= '1'"),
+        "The request queue wordy (wordy_module:Queue, from wordy-package 1.0) says contract_version = '1', of type "
+        "str; it must be a whole number, such as 1.",
+    ),
+    "closed": (
+        f"from pydantic import BaseModel\n{QUEUE}\n    class Options(BaseModel): pass\n",
+        "The request queue closed (closed_module:Queue, from closed-package 1.0) inherits __init__(), which cannot be "
+        "called as __init__(options=...): got an unexpected keyword argument 'options'.",
+    ),
+    "needy": (
+        f"{QUEUE}\n    def __init__(self, size): super().__init__()\n",
+        "The request queue needy (needy_module:Queue, from needy-package 1.0) defines __init__(size), which cannot be "
+        "called as __init__(): missing a required argument: 'size'.",
     ),
     "fcfs": (
         QUEUE,
@@ -203,3 +226,71 @@ def test_two_packages_of_one_name_are_both_at_fault(site, capsys):
         "The attention backend mine (two_module:Backend, from two 1.0) shares its name with mine (one_module:Backend, "
         "from one 1.0). It is reached as 'two:mine' alone.",
     ]
+
+
+def test_a_name_with_a_colon_is_a_fault(site, capsys):
+    install(site, "their-package", "[octavo.request_queues]\nmy:queue = their_module:Queue\n", their_module=QUEUE)
+    assert faults(capsys) == {
+        "my:queue": (
+            "The request queue my:queue (their_module:Queue, from their-package 1.0) uses a name that nobody can "
+            "choose: 'auto' lets Octavo choose, and a colon stands behind a package's name. Its authors must choose "
+            "another name."
+        )
+    }
+
+
+def test_what_is_registered_under_a_group_that_is_none_is_a_fault_without_a_family(site, capsys):
+    entries = "[octavo.hook]\nmetrics = good_module\n[octavo.request_queues]\nmine = good_module:Queue\n"
+    install(site, "their-package", entries, version="2.5", good_module=QUEUE)
+    sentence = (
+        "their-package 2.5 registers 'metrics' under 'octavo.hook', which is no group of this Octavo's, so it is never "
+        "found. Did its authors mean 'octavo.hooks'?"
+    )
+    assert table(capsys, "--check", status=1) == [
+        "FAMILY NAME PACKAGE VERSION TARGET",
+        "ok request_queues mine their-package 2.5 good_module:Queue",
+        f"FAULT {sentence}",
+    ]
+    assert [row for row in rows(capsys, "--check", status=1) if row["fault"]] == [
+        {
+            "family": None,
+            "name": "metrics",
+            "package": "their-package",
+            "version": "2.5",
+            "target": None,
+            "location": None,
+            "is_built_in": False,
+            "fault": sentence,
+        }
+    ]
+
+
+def test_without_a_check_nothing_is_said_of_groups_that_are_none(site, capsys, caplog):
+    install(site, "their-package", "[octavo.hook]\nmetrics = their_module\n")
+    with caplog.at_level("DEBUG"):
+        assert table(capsys) == ["FAMILY NAME PACKAGE VERSION TARGET"]
+        assert rows(capsys) == []
+    assert caplog.records == []
+
+
+# -- one package ------------------------------------------------------------------------------------------------
+
+
+def test_one_package_is_listed_and_checked_alone(site, capsys):
+    install(site, "my-parts", "[octavo.request_queues]\nmine = my_module:Queue\n", my_module=QUEUE)
+    install(
+        site, "broken-parts", "[octavo.request_queues]\nbroken = broken_module:Queue\n", broken_module="raise OSError"
+    )
+    install(site, "lost-parts", "[octavo.request_queue]\nlost = lost_module:Queue\n")
+    scan.cache_clear()
+    assert table(capsys, "--check", "My_Parts")[1:] == ["ok request_queues mine my-parts 1.0 my_module:Queue"]
+    assert [row["name"] for row in rows(capsys, "my-parts")] == ["mine"]
+    assert [row["name"] for row in rows(capsys, "--check", "broken-parts", status=1)] == ["broken"]
+    assert [row["family"] for row in rows(capsys, "--check", "lost-parts", status=1)] == [None]
+
+
+def test_a_package_that_registers_nothing_is_named(site, capsys):
+    assert run(["plugins", "nothing"]) == 2
+    assert capsys.readouterr().err == (
+        "octavo: No package called 'nothing' is installed that registers a part of Octavo's.\n"
+    )

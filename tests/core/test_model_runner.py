@@ -1,9 +1,12 @@
 """From a plan to what model, backend and sampler are given, and back to tokens."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
+from octavo.core.batch import StepBatch
 from octavo.core.interfaces import AttentionBackend, AttentionSpec, FullAttentionSpec, Model, ModelSpec
 from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup, make_groups
 from octavo.core.model_runner import ModelRunner, allocate_kv_cache
@@ -235,6 +238,80 @@ def test_the_sampler_knows_the_position_that_the_new_token_will_have():
     # Resumed after a preemption, in one chunk that ends with output 0: what is sampled now is output 1.
     resumed = make_plan([(3, [5, 6, 7], [1, 2], True)], new_rows=new_rows)
     assert runner.run(resumed).token_ids == [8]
+
+
+# -- backends that go wrong -------------------------------------------------------------------------------------
+
+
+def with_backend(**methods):
+    """Return a runner of two layers whose backend has other methods."""
+    runner, _, backend = make_runner(num_layers=2)
+    for name, method in methods.items():
+        setattr(backend, name, method)
+    return runner
+
+
+ONE_TOKEN = [(0, [7], [1], True)]
+NAMED = "in the attention backend test_model_runner.RecordingBackend"
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (None, "NoneType"),
+        ((torch.zeros(1, 1, 1), torch.zeros(1, 1)), "tuple"),
+        (torch.zeros(2, 1, 1), "torch.float32 (2, 1, 1)"),
+        (torch.zeros(1, 1), "torch.float32 (1, 1)"),
+        (torch.zeros(1, 1, 2), "torch.float32 (1, 1, 2)"),
+        (torch.zeros(1, 1, 1, dtype=torch.bfloat16), "torch.bfloat16 (1, 1, 1)"),
+    ],
+)
+def test_what_attend_returns_must_be_a_row_for_each_query(answer, got):
+    runner = with_backend(attend=lambda *_, **__: answer)
+    with pytest.raises(TypeError) as caught:
+        runner.run(make_plan(ONE_TOKEN))
+    assert str(caught.value) == f"attend returned {got}; it must return torch.float32 (1, 1, 1)"
+    assert caught.value.__notes__ == [f"{NAMED}, layer 0"]
+
+
+@pytest.mark.parametrize("method", ["write", "attend"])
+def test_what_a_backend_raises_in_a_layer_says_in_which(method):
+    runner = with_backend()
+    backend = runner._layers[0].backend
+    plain = getattr(backend, method)
+    num_calls = 0
+
+    def failing_in_the_second_layer(*args, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise OSError("a kernel failed")
+        return plain(*args, **kwargs)
+
+    setattr(backend, method, failing_in_the_second_layer)
+    with pytest.raises(OSError, match=r"^a kernel failed") as caught:
+        runner.run(make_plan(ONE_TOKEN))
+    assert caught.value.__notes__ == [f"{NAMED}, layer 1"]
+
+
+def test_what_a_backend_raises_when_it_plans_names_it():
+    def failing(batch):
+        raise OSError("no plan")
+
+    with pytest.raises(OSError, match=r"^no plan") as caught:
+        with_backend(plan=failing).run(make_plan(ONE_TOKEN))
+    assert caught.value.__notes__ == [f"{NAMED}, planning"]
+
+
+def test_values_may_be_smaller_than_keys():
+    spec = dataclasses.replace(attention_spec(16), head_dim=4, head_dim_v=2)
+    backend = RecordingBackend(spec)
+    backend.attend = lambda query, *_, **__: torch.zeros(*query.shape[:2], 2)
+    config = KVCacheConfig(8, make_groups([FullAttentionSpec(16, num_kv_heads=1, head_dim=4, dtype="float32")]))
+    layers = ModelRunner(SuccessorModel(), [backend], config, "cpu")._layers
+    batch = StepBatch(make_plan(ONE_TOKEN), layers, "cpu")
+    query, value = torch.zeros(1, 1, 4), torch.zeros(1, 1, 2)
+    assert batch.attention(0, query, query, value).shape == (1, 1, 2)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------

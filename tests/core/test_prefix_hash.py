@@ -7,7 +7,9 @@ from array import array
 
 import pytest
 
-from octavo.core.prefix_hash import PrefixHasher, hash_root, hash_seed_from_environment
+from octavo.core.interfaces import HashFunction
+from octavo.core.prefix_hash import PrefixHasher, check_hash_function, hash_root, hash_seed_from_environment
+from octavo.errors import PluginContractError
 from octavo.hash_functions import Blake2b, Sha256, Sha256Cbor, Xxh3, Xxh3Cbor
 
 ALL = [Sha256, Blake2b, Sha256Cbor, Xxh3, Xxh3Cbor]
@@ -125,3 +127,71 @@ def test_two_processes_with_different_hash_seeds_agree_on_keys():
         for seed in ("1", "2")
     }
     assert len(answers) == 1
+
+
+# -- what a hash function must be -------------------------------------------------------------------------------
+
+
+class Odd(HashFunction):
+    """Makes digests as a test says, and counts them."""
+
+    def __init__(self, digest):
+        self._digest = digest
+        self.num_calls = 0
+
+    def digest(self, data):
+        self.num_calls += 1
+        return self._digest(data, self.num_calls)
+
+
+def sha(data):
+    return Sha256().digest(data)
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_octavos_own_hash_functions_make_keys(function):
+    check_hash_function(function())
+
+
+def test_digests_of_sixteen_bytes_are_enough():
+    check_hash_function(Odd(lambda data, _: sha(data)[:16]))
+
+
+@pytest.mark.parametrize("digest", [b"", b"x" * 15, "x" * 32, bytearray(32), 5, None])
+def test_a_digest_that_is_no_key_is_refused(digest):
+    with pytest.raises(PluginContractError) as caught:
+        check_hash_function(Odd(lambda *_: digest))
+    assert str(caught.value) == (
+        f"The hash function Odd returns {digest!r} as a digest; it must be bytes, at least 16 of them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("digest", "sizes", "num_different"),
+    [
+        (lambda data, _: sha(data) + data[:1], [32, 33, 33, 33], 4),
+        (lambda *_: b"x" * 20, [20, 20, 20, 20], 1),
+        (lambda data, _: sha(data[1:]), [32, 32, 32, 32], 3),
+    ],
+    ids=["of several lengths", "always the same", "without the first byte"],
+)
+def test_digests_that_do_not_tell_inputs_apart_are_refused(digest, sizes, num_different):
+    with pytest.raises(PluginContractError) as caught:
+        check_hash_function(Odd(digest))
+    assert str(caught.value) == (
+        f"The hash function Odd returns digests of {sizes} bytes, {num_different} different ones for 4 inputs; each "
+        "input must have its own, and all must be of one length."
+    )
+
+
+def test_digests_that_change_from_call_to_call_are_refused():
+    with pytest.raises(PluginContractError) as caught:
+        check_hash_function(Odd(lambda data, num_calls: sha(data + bytes([num_calls]))))
+    assert str(caught.value) == (
+        "The hash function Odd returns another digest when it is asked again; the same bytes must give the same one."
+    )
+
+
+def test_what_a_hash_function_raises_is_not_hidden():
+    with pytest.raises(OverflowError, match="too much"):
+        check_hash_function(Odd(lambda *_: (_ for _ in ()).throw(OverflowError("too much"))))

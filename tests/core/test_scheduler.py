@@ -4,7 +4,7 @@ import pytest
 
 from octavo.core.kv_cache_manager import Fit
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import InvalidRequestError, StepError
+from octavo.errors import InvalidRequestError, PluginContractError, StepError
 from octavo.request_queues import FCFSQueue
 from octavo.testing.engines import Finished, assert_nothing_leaks, collect, make_hashing_engine, run_to_end
 from octavo.testing.hashing_runner import expected_tokens
@@ -509,3 +509,161 @@ def test_a_request_that_the_queue_refuses_leaves_nothing_behind(make_kv):
     engine.add_request("short", [1, 2, 3], SamplingParams(max_tokens=2))
     assert list(run_to_end(engine)) == ["short"]
     assert_nothing_leaks(engine)
+
+
+def broken_rule(make_kv, queue, prompts=([1, 2, 3], [4, 5, 6]), num_steps=1, **options):
+    """Return what the engine says of a queue that does not keep its contract, in its last step."""
+    engine, _ = make_hashing_engine(make_kv(20, 4), queue, **options)
+    for name, prompt in zip("abcd", prompts, strict=False):
+        engine.add_request(name, prompt, greedy(2))
+    for _ in range(num_steps - 1):
+        engine.step()
+    with pytest.raises(PluginContractError) as caught:
+        engine.step()
+    return str(caught.value)
+
+
+class LastOutQueue(FCFSQueue):
+    """Shows the first, and takes out the last."""
+
+    def pop_request(self):
+        last = list(self)[-1]
+        self.remove_request(last)
+        return last
+
+
+class NothingOutQueue(FCFSQueue):
+    """Takes out the right one, and returns nothing."""
+
+    def pop_request(self):
+        super().pop_request()
+
+
+@pytest.mark.parametrize(("queue", "popped"), [(LastOutQueue, "b"), (NothingOutQueue, None)])
+def test_a_queue_that_takes_out_another_request_than_it_shows_is_named(make_kv, queue, popped):
+    assert broken_rule(make_kv, queue()) == (
+        f"The request queue {queue.__name__} showed 'a' with peek_request, and pop_request took out {popped!r}; the "
+        "two must be the same."
+    )
+
+
+class EmptyHandedQueue(FCFSQueue):
+    """Shows nothing, although it has something."""
+
+    def peek_request(self):
+        return None
+
+
+class ClingingQueue(FCFSQueue):
+    """Keeps what is taken out of it."""
+
+    def pop_request(self):
+        return self.peek_request()
+
+
+class ForgetfulOfRemovals(FCFSQueue):
+    """Keeps what was aborted."""
+
+    def remove_request(self, request):
+        pass
+
+
+@pytest.mark.parametrize(("queue", "shown"), [(EmptyHandedQueue, None), (ClingingQueue, "a")])
+def test_a_queue_that_shows_what_does_not_wait_is_named(make_kv, queue, shown):
+    assert broken_rule(make_kv, queue()) == (
+        f"The request queue {queue.__name__} shows {shown!r} with peek_request, which is not waiting; it must be a "
+        "request that was added and not taken out since."
+    )
+
+
+def test_a_queue_that_keeps_what_was_aborted_is_named(make_kv):
+    engine, _ = make_hashing_engine(make_kv(20, 4), ForgetfulOfRemovals())
+    engine.add_request("a", [1, 2, 3], greedy(2))
+    engine.abort_request("a")
+    # The id is in use again, by another request.
+    engine.add_request("a", [1, 2, 3], greedy(2))
+    with pytest.raises(PluginContractError) as caught:
+        engine.step()
+    assert str(caught.value) == (
+        "The request queue ForgetfulOfRemovals shows 'a' with peek_request, which is not waiting; it must be a request "
+        "that was added and not taken out since."
+    )
+
+
+class DenyingQueue(FCFSQueue):
+    """Says that nobody waits."""
+
+    def __len__(self):
+        return 0
+
+
+class LosingQueue(FCFSQueue):
+    """Loses every second request."""
+
+    def add_request(self, request):
+        if request.arrival % 2 == 0:
+            super().add_request(request)
+
+
+class LosingThePreemptedQueue(FCFSQueue):
+    """Does not take back what was preempted."""
+
+    def prepend_request(self, request):
+        pass
+
+
+def nothing_goes_on(queue, num_requests, num_free=20):
+    return (
+        f"Nothing can go on: of {num_requests} requests under way 0 are running, the request queue {queue.__name__} "
+        f"says that 0 wait, and {num_free} of 20 blocks are free. A request queue or a KV-cache manager does not keep "
+        "its contract."
+    )
+
+
+def test_a_queue_that_denies_that_requests_wait_does_not_make_the_engine_wait_for_ever(make_kv):
+    assert broken_rule(make_kv, DenyingQueue()) == nothing_goes_on(DenyingQueue, 2)
+
+
+def test_a_queue_that_loses_a_request_is_named_once_nothing_else_is_under_way(make_kv):
+    assert broken_rule(make_kv, LosingQueue(), num_steps=3) == nothing_goes_on(LosingQueue, 1)
+
+
+def test_a_queue_that_loses_a_request_that_was_preempted_is_named(make_kv):
+    engine, _ = make_hashing_engine(make_kv(20, 4), LosingThePreemptedQueue())
+    for number in range(8):
+        engine.add_request(f"r{number}", range(10 * number, 10 * number + 8), greedy(60))
+    with pytest.raises(PluginContractError, match=r"^Nothing can go on: of [1-7] requests under way 0 are running, "):
+        run_to_end(engine)
+
+
+def test_what_ended_before_nothing_can_go_on_is_still_reported(make_kv):
+    engine, _ = make_hashing_engine(make_kv(20, 4), LosingQueue())
+    engine.add_request("a", [1, 2, 3], greedy(2))
+    engine.add_request("b", [1, 2, 3], greedy(2))
+    engine.abort_request("a")
+    assert engine.step().request_ids == ["a"]
+    with pytest.raises(PluginContractError):
+        engine.step()
+
+
+# -- steps that schedule nothing, and are right --------------------------------------------------------------------
+
+
+def test_where_all_that_ran_ended_for_want_of_memory_those_who_wait_go_on(make_engine):
+    engine, runner = make_engine(2, 4, max_num_seqs=1, max_model_len=64)
+    engine.add_request("a", range(7), greedy(30))
+    engine.add_request("b", range(50, 57), greedy(30))
+    records = run_to_end(engine)
+    assert {record.stop_reason for record in records.values()} == {"kv_cache_full"}
+    assert any(not step for step in scheduled(runner))
+
+
+def test_between_aborts_a_step_may_have_nothing_but_what_ended(make_engine):
+    engine, _ = make_engine()
+    engine.add_request("a", range(9), greedy(4))
+    engine.step()
+    engine.add_request("b", range(9), greedy(4))
+    assert engine.abort_request("a")
+    assert engine.abort_request("b")
+    assert engine.step().request_ids == ["a", "b"]
+    assert not engine.has_unfinished_requests()

@@ -9,7 +9,7 @@ from fake_packages import BACKEND, QUEUE, fresh_scan, install, install_queue
 
 from octavo.core.interfaces import CONTRACT_VERSION
 from octavo.errors import PluginContractError
-from octavo.plugins.families import ATTENTION_BACKENDS, KV_MANAGERS, MODELS, REQUEST_QUEUES
+from octavo.plugins.families import ATTENTION_BACKENDS, HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
 
 QUEUE_SUBJECT = "The request queue theirs (their_module:Queue, from their-package 1.0)"
 BACKEND_SUBJECT = "The attention backend theirs (their_module:Backend, from their-package 1.0)"
@@ -45,10 +45,27 @@ def test_a_part_that_keeps_the_contract_loads(site):
     assert load_queue(site, QUEUE)().heeds_priority is False
 
 
-@pytest.mark.parametrize("source", ["class Queue: pass", "Queue = 5", "def Queue(): pass", "import json as Queue"])
-def test_a_part_that_is_no_subclass_of_the_contract_is_refused(site, source):
-    assert refusal(load_queue, site, source) == (
+def test_a_part_that_is_no_subclass_of_the_contract_is_refused(site):
+    assert refusal(load_queue, site, "class Queue: pass") == (
         f"{QUEUE_SUBJECT} is not a subclass of octavo.core.interfaces.request_queue.RequestQueue, which it must be."
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"), [("Queue = 5", "int"), ("def Queue(): pass", "function"), ("Queue = None", "NoneType")]
+)
+def test_a_part_that_is_no_class_is_refused_by_its_type(site, source, kind):
+    assert refusal(load_queue, site, source) == (
+        f"{QUEUE_SUBJECT} is of type {kind}, and must be a subclass of "
+        "octavo.core.interfaces.request_queue.RequestQueue."
+    )
+
+
+def test_an_entry_point_that_stops_at_the_module_is_told_to_name_the_class(site):
+    install(site, "their-package", "[octavo.request_queues]\ntheirs = their_module\n", their_module=QUEUE)
+    assert refusal(fresh_scan().load, REQUEST_QUEUES, "theirs") == (
+        "The request queue theirs (their_module, from their-package 1.0) is of type module, and must be a subclass of "
+        "octavo.core.interfaces.request_queue.RequestQueue; its entry point must name the class: module:Class."
     )
 
 
@@ -104,11 +121,20 @@ def test_a_part_built_for_a_later_contract_version_is_refused_with_both_numbers(
     )
 
 
-@pytest.mark.parametrize("version", [CONTRACT_VERSION - 2, "1", True, 1.0])
-def test_a_part_built_for_a_version_of_long_ago_or_for_what_is_no_number_is_refused(site, version):
+def test_a_part_built_for_a_version_of_long_ago_is_refused(site):
+    assert refusal(load_queue, site, QUEUE.replace("= 1", f"= {CONTRACT_VERSION - 2}")) == (
+        f"{QUEUE_SUBJECT} was built for contract version {CONTRACT_VERSION - 2}, and this Octavo has version "
+        f"{CONTRACT_VERSION}; install a release of their-package that was built for it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"), [("1", "str"), (True, "bool"), (1.0, "float"), (99.0, "float"), ((1, 0), "tuple")]
+)
+def test_a_version_that_is_no_whole_number_is_refused_with_its_type(site, version, kind):
     assert refusal(load_queue, site, QUEUE.replace("= 1", f"= {version!r}")) == (
-        f"{QUEUE_SUBJECT} was built for contract version {version!r}, and this Octavo has version {CONTRACT_VERSION}; "
-        "install a release of their-package that was built for it."
+        f"{QUEUE_SUBJECT} says contract_version = {version!r}, of type {kind}; it must be a whole number, such as "
+        f"{CONTRACT_VERSION}."
     )
 
 
@@ -216,6 +242,123 @@ def test_a_model_with_options_gets_them_where_it_is_made(site):
 )
 def test_a_model_whose_options_and_arguments_do_not_match_is_refused(site, body, fault):
     assert refusal(load, site, MODELS, "Theirs", MODEL + body) == f"{MODEL_SUBJECT} {fault}"
+
+
+# -- options and constructors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schema", ["dict", "5", "lambda **options: None"])
+def test_options_that_are_no_pydantic_model_are_refused_when_the_part_is_loaded(site, schema):
+    source = f"{BACKEND}\n    Options = {schema}\n"
+    assert refusal(load, site, ATTENTION_BACKENDS, "Backend", source) == (
+        f"{BACKEND_SUBJECT} has Options that are not a pydantic model."
+    )
+
+
+def test_the_options_of_an_observer_are_looked_at_too(site):
+    source = "class Watch:\n    contract_version = 1\n    Options = dict\n"
+    install(site, "their-package", "[octavo.hooks]\ntheirs = their_module:Watch\n", their_module=source)
+    assert refusal(fresh_scan().load, HOOKS, "theirs") == (
+        "The observer theirs (their_module:Watch, from their-package 1.0) has Options that are not a pydantic model."
+    )
+
+
+OPTIONS = "    class Options(BaseModel):\n        k: int = 1\n"
+BARE_BACKEND = """
+from octavo.core.interfaces import AttentionBackend
+from pydantic import BaseModel
+
+class Backend(AttentionBackend):
+    contract_version = 1
+    @classmethod
+    def cannot_serve(cls, spec): return []
+    def plan(self, batch): ...
+    def write(self, key, value, kv_cache, slots): ...
+    def attend(self, query, kv_cache, plan, *, sinks=None, return_lse=False): ...
+"""
+HASH = """
+from octavo.core.interfaces import HashFunction
+from pydantic import BaseModel
+
+class Hash(HashFunction):
+    contract_version = 1
+    def digest(self, data): return b"0" * 16
+"""
+HASH_SUBJECT = "The hash function theirs (their_module:Hash, from their-package 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("verb", "source"),
+    [
+        ("defines", f"{BARE_BACKEND}{OPTIONS}    def __init__(self, spec): super().__init__(spec)\n"),
+        ("inherits", f"{BARE_BACKEND}{OPTIONS}"),
+        ("inherits", f"from pydantic import BaseModel\n{BACKEND}{OPTIONS}"),
+    ],
+    ids=["its own", "the contract's", "that of a class of Octavo's"],
+)
+def test_a_part_with_options_and_a_constructor_that_takes_none_is_refused(site, verb, source):
+    assert refusal(load, site, ATTENTION_BACKENDS, "Backend", source) == (
+        f"{BACKEND_SUBJECT} {verb} __init__(spec), which cannot be called as __init__(spec, options=...): got an "
+        "unexpected keyword argument 'options'."
+    )
+
+
+def test_a_part_with_options_and_no_constructor_at_all_is_refused(site):
+    assert refusal(load, site, HASH_FUNCTIONS, "Hash", HASH + OPTIONS) == (
+        f"{HASH_SUBJECT} has Options, and no __init__ that takes them: __init__(options=...)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (
+            "    def __init__(self, spec, tile): super().__init__(spec)\n",
+            "defines __init__(spec, tile), which cannot be called as __init__(spec): missing a required argument: "
+            "'tile'.",
+        ),
+        (
+            "    def __init__(self): ...\n",
+            "defines __init__(), which cannot be called as __init__(spec): too many positional arguments.",
+        ),
+        (
+            "    def __init__(self, spec, *, options): super().__init__(spec)\n",
+            "defines __init__(spec, *, options), which cannot be called as __init__(spec): missing a required "
+            "argument: 'options'.",
+        ),
+        (
+            f"{OPTIONS}    def __init__(self, spec, tile, *, options): super().__init__(spec)\n",
+            "defines __init__(spec, tile, *, options), which cannot be called as __init__(spec, options=...): missing "
+            "a required argument: 'tile'.",
+        ),
+    ],
+)
+def test_a_constructor_that_needs_something_else_than_it_is_given_is_refused(site, body, fault):
+    assert refusal(load, site, ATTENTION_BACKENDS, "Backend", BARE_BACKEND + body) == f"{BACKEND_SUBJECT} {fault}"
+
+
+def test_a_constructor_that_needs_something_where_the_contract_gives_nothing_is_refused(site):
+    body = "    def __init__(self, size): ...\n"
+    assert refusal(load, site, HASH_FUNCTIONS, "Hash", HASH + body) == (
+        f"{HASH_SUBJECT} defines __init__(size), which cannot be called as __init__(): missing a required argument: "
+        "'size'."
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    def __init__(self, spec, tile=4): super().__init__(spec)\n",
+        "    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs)\n",
+        f"{OPTIONS}    def __init__(self, *args, **kwargs): ...\n",
+        f"{OPTIONS}    def __init__(*args, options=None): ...\n",
+        f"{OPTIONS}    def __init__(self, spec, options, tile=4): super().__init__(spec)\n",
+        # What is no plain function, as a compiled module's, has no signature that could be read.
+        f"{OPTIONS}    __init__ = __import__('functools').partialmethod(lambda self, *args, **kwargs: None)\n",
+    ],
+)
+def test_a_constructor_that_can_be_called_as_it_will_be_may_be_written_in_any_way(site, body):
+    assert load(site, ATTENTION_BACKENDS, "Backend", BARE_BACKEND + body).__name__ == "Backend"
 
 
 # -- what it takes ----------------------------------------------------------------------------------------------

@@ -109,27 +109,41 @@ def test_a_schema_may_let_any_option_through(site):
     assert options_of(PluginChoice("theirs", {"anything": [1]})).anything == [1]
 
 
+FORM = 'a table such as { name = "my_part", options = { size = 64 } }'
+NO_CHOICE = f"it must be a name, or {FORM}"
+NO_OPTIONS = f"options must be a table of names and values: {FORM}"
+
+
 @pytest.mark.parametrize(
-    "written",
+    ("written", "fault"),
     [
-        5,
-        "",
-        {"name": ""},
-        {},
-        {"options": {}},
-        {"name": "theirs", "options": 5},
-        {"name": "theirs", "options": {5: 1}},
-        {"name": "theirs", "option": {"k": 1}},
-        PluginChoice(5),
-        PluginChoice("theirs", [1]),
+        (5, NO_CHOICE),
+        ({}, NO_CHOICE),
+        ({"options": {}}, NO_CHOICE),
+        ({"name": 5}, NO_CHOICE),
+        (PluginChoice(5), NO_CHOICE),
+        ("", "the name is empty"),
+        ({"name": ""}, "the name is empty"),
+        (PluginChoice(""), "the name is empty"),
+        ({"name": "theirs", "options": 5}, NO_OPTIONS),
+        ({"name": "theirs", "options": None}, NO_OPTIONS),
+        ({"name": "theirs", "options": {5: 1}}, NO_OPTIONS),
+        (PluginChoice("theirs", [1]), NO_OPTIONS),
+        ({"name": "theirs", "option": {"k": 1}}, f"'option' is no part of a choice; {FORM}"),
+        ({"name": "theirs", "k": 1, "options": {}}, f"'k' is no part of a choice; {FORM}"),
     ],
 )
-def test_what_is_no_choice_is_refused(written):
+def test_what_is_no_choice_is_refused(written, fault):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_flat(request_queue=written)
-    assert str(caught.value) == (
-        f"request_queue is {written!r}: it must be a name, or a table with a name and, if need be, options."
-    )
+    assert str(caught.value) == f"request_queue is {written!r}: {fault}."
+
+
+def test_all_that_is_no_part_of_a_choice_is_named_in_the_order_in_which_it_is_written():
+    names = [f"key{number}" for number in range(9)]
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat(request_queue={"name": "theirs", **dict.fromkeys(names, 1)})
+    assert str(caught.value).endswith(f": {', '.join(map(repr, names))} is no part of a choice; {FORM}.")
 
 
 def test_a_flag_that_is_no_toml_is_refused_with_an_example():
@@ -205,7 +219,8 @@ def test_a_part_without_options_says_so(site):
 
 
 def test_a_part_whose_schema_has_no_field_takes_none(site):
-    install_queue(site, f"from pydantic import BaseModel\n{QUEUE}\n    class Options(BaseModel): pass\n")
+    body = "    class Options(BaseModel): pass\n    def __init__(self, *, options): super().__init__()\n"
+    install_queue(site, f"from pydantic import BaseModel\n{QUEUE}\n{body}")
     assert refusal(PluginOptionsError, PluginChoice("theirs", {"k": 1})) == (
         f"T{SUBJECT[1:]} does not take the option 'k'. It takes: none."
     )
@@ -237,14 +252,12 @@ def test_a_part_that_cannot_be_made_is_broken_and_named(site, body, sentence):
     assert caught.value.__cause__ is not None
 
 
-def test_a_constructor_that_does_not_take_its_options_is_broken_and_named(site):
+def test_a_constructor_that_does_not_take_its_options_is_refused_before_it_is_called(site):
     schema = "    class Options(BaseModel):\n        k: int = 1\n"
     install_queue(site, f"from pydantic import BaseModel\n{QUEUE}\n{schema}")
-    with pytest.raises(PluginBroken) as caught:
-        choose(fresh_scan(), REQUEST_QUEUES, PluginChoice("theirs")).create()
-    assert str(caught.value) == (
-        f"T{SUBJECT[1:]} raised TypeError when it was made: FCFSQueue.__init__() got an unexpected keyword argument "
-        "'options'"
+    assert refusal(PluginContractError, PluginChoice("theirs")) == (
+        f"T{SUBJECT[1:]} inherits __init__(), which cannot be called as __init__(options=...): got an unexpected "
+        "keyword argument 'options'."
     )
 
 

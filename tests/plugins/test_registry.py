@@ -12,7 +12,7 @@ from fake_packages import QUEUE, fresh_scan, install, install_queue
 from octavo.core.interfaces import CONTRACT_VERSION
 from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginError, PluginNotFound
 from octavo.plugins.families import ATTENTION_BACKENDS, FAMILIES, HASH_FUNCTIONS, HOOKS, MODELS, REQUEST_QUEUES
-from octavo.plugins.registry import Plugin, Registry, scan
+from octavo.plugins.registry import Plugin, Registry, Stray, scan
 from octavo.request_queues import FCFSQueue
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -168,10 +168,90 @@ def test_a_misspelt_name_is_met_with_the_closest_and_all_there_are():
     assert sentence_of(PluginNotFound, registry.load, HOOKS, "zzz") == "No observer is called 'zzz'. Installed: none."
 
 
-def test_names_of_other_families_are_not_suggested():
-    assert sentence_of(PluginNotFound, scan().find, ATTENTION_BACKENDS, "fcfs").startswith(
-        "No attention backend is called 'fcfs'. Installed: torch_sdpa"
+def test_a_suggestion_ignores_case():
+    registry = Registry([queue_plugin("fcfs"), queue_plugin("MyQueue", "my-parts")])
+    assert sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, "FCFS") == (
+        "No request queue is called 'FCFS'. Did you mean 'fcfs'? Installed: fcfs, MyQueue (my-parts 1.0)."
     )
+    assert sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, "myqueue") == (
+        "No request queue is called 'myqueue'. Did you mean 'MyQueue'? Installed: fcfs, MyQueue (my-parts 1.0)."
+    )
+
+
+def test_a_name_of_another_family_is_not_suggested_and_said_to_be_one():
+    backend = Plugin(ATTENTION_BACKENDS, "torch_sdpa", "m:Backend", "octavo", "1.0")
+    registry = Registry([queue_plugin("fcfs", target="octavo.request_queues:FCFSQueue"), backend])
+    assert sentence_of(PluginNotFound, registry.find, ATTENTION_BACKENDS, "fcfs") == (
+        "No attention backend is called 'fcfs'. There is a request queue of that name, fcfs "
+        "(octavo.request_queues:FCFSQueue, from octavo 1.0). Installed: torch_sdpa."
+    )
+    assert sentence_of(PluginNotFound, registry.find, ATTENTION_BACKENDS, "fcf") == (
+        "No attention backend is called 'fcf'. Installed: torch_sdpa."
+    )
+
+
+def test_a_colon_without_a_package_stands_for_no_name():
+    registry = Registry([queue_plugin("fcfs"), queue_plugin("mine", "my-parts")])
+    assert sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, ":mine") == (
+        "No request queue is called ':mine'. Did you mean 'mine'? No package '' is installed. Installed: fcfs, mine "
+        "(my-parts 1.0)."
+    )
+
+
+@pytest.mark.parametrize("name", ["their:queue", ":queue", "queue:"])
+def test_a_name_that_nobody_can_choose_is_a_fault(name):
+    plugin = queue_plugin(name, "my-parts", "m:Queue")
+    assert Registry([queue_plugin("fcfs"), plugin]).fault_of_name(plugin) == (
+        f"The request queue {name} (m:Queue, from my-parts 1.0) uses a name that nobody can choose: 'auto' lets Octavo "
+        "choose, and a colon stands behind a package's name. Its authors must choose another name."
+    )
+
+
+@pytest.mark.parametrize("family", [ATTENTION_BACKENDS, MODELS])
+def test_auto_is_no_name_where_octavo_can_choose(family):
+    plugin = Plugin(family, "auto", "m:Part", "my-parts", "1.0")
+    assert Registry([plugin]).fault_of_name(plugin) == (
+        f"The {family.label} auto (m:Part, from my-parts 1.0) uses a name that nobody can choose: 'auto' lets Octavo "
+        "choose, and a colon stands behind a package's name. Its authors must choose another name."
+    )
+    assert Registry([queue := queue_plugin("auto", "my-parts")]).fault_of_name(queue) is None
+
+
+# -- groups that are none ---------------------------------------------------------------------------------------
+
+STRAYS = {
+    "octavo.attention_backend": "Did its authors mean 'octavo.attention_backends'?",
+    "octavo.hook": "Did its authors mean 'octavo.hooks'?",
+    "octavo.Request_Queues": "Did its authors mean 'octavo.request_queues'?",
+    "octavo.kv_connectors": f"Groups: {', '.join(family.group for family in FAMILIES)}.",
+}
+
+
+@pytest.mark.parametrize("group", STRAYS)
+def test_what_is_registered_under_a_group_that_is_none_is_said_where_its_name_is_not_found(site, caplog, group):
+    install(site, "lost-parts", f"[{group}]\nlost = lost_module:Lost\n", version="0.3")
+    with caplog.at_level(logging.DEBUG):
+        registry = fresh_scan()
+        assert registry.find(REQUEST_QUEUES, "fcfs").is_built_in
+    assert caplog.records == []
+    assert [plugin for family in FAMILIES for plugin in registry.plugins(family) if plugin.name == "lost"] == []
+    assert registry.strays == (Stray(group, "lost", "lost-parts", "0.3"),)
+    sentence = (
+        f"lost-parts 0.3 registers 'lost' under '{group}', which is no group of this Octavo's, so it is never found. "
+        f"{STRAYS[group]}"
+    )
+    assert str(registry.strays[0]) == sentence
+    assert sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, "lost") == (
+        f"No request queue is called 'lost'. {sentence} Installed: {OWN_QUEUES}."
+    )
+    assert sentence not in sentence_of(PluginNotFound, registry.find, REQUEST_QUEUES, "other")
+
+
+def test_a_package_may_register_parts_and_what_is_none(site):
+    install(site, "half-lost", "[octavo.hook]\nlost = m\n[octavo.request_queues]\nmine = m:Queue\n[octavo]\na = b\n")
+    registry = fresh_scan()
+    assert registry.find(REQUEST_QUEUES, "mine").package == "half-lost"
+    assert [stray.name for stray in registry.strays] == ["lost"]
 
 
 def test_a_package_that_is_named_and_not_installed_is_said_to_be_missing(site):
@@ -313,6 +393,23 @@ def test_whatever_an_import_fails_with_is_said(site, source, cause):
     install_queue(site, source)
     assert sentence_of(PluginBroken, fresh_scan().load, REQUEST_QUEUES, "theirs") == (
         f"The request queue theirs (their_module:Queue, from their-package 1.0) cannot be imported: {cause}"
+    )
+
+
+def test_a_target_that_names_no_class_and_cannot_be_imported_is_met_with_how_one_is_written(site):
+    install(site, "their-package", "[octavo.request_queues]\ntheirs = their_module.Queue\n", their_module=QUEUE)
+    assert sentence_of(PluginBroken, fresh_scan().load, REQUEST_QUEUES, "theirs") == (
+        "The request queue theirs (their_module.Queue, from their-package 1.0) cannot be imported: "
+        "ModuleNotFoundError: No module named 'their_module.Queue'; 'their_module' is not a package. Its entry point "
+        "names no class; one is written module:Class"
+    )
+
+
+def test_an_observer_that_cannot_be_imported_may_be_a_module(site):
+    install(site, "their-package", "[octavo.hooks]\ntheirs = no_such_module_anywhere\n")
+    assert sentence_of(PluginBroken, fresh_scan().load, HOOKS, "theirs") == (
+        "The observer theirs (no_such_module_anywhere, from their-package 1.0) cannot be imported: "
+        "ModuleNotFoundError: No module named 'no_such_module_anywhere'"
     )
 
 

@@ -6,6 +6,7 @@ import time
 from typing import ClassVar
 
 import pytest
+from pydantic import BaseModel
 
 from octavo.core.interfaces import CONTRACT_VERSION, HashFunction
 from octavo.testing import HashFunctionSuite, conformance, hash_suite
@@ -26,10 +27,12 @@ class Keyed(HashFunction):
 
     contract_version = 1
     encoding: ClassVar[str] = "cbor"
-    Options = dict
+
+    class Options(BaseModel):
+        key: str
 
     def __init__(self, *, options):
-        self._key = options["key"].encode()
+        self._key = options.key.encode()
 
     def digest(self, data):
         return hashlib.blake2b(data, key=self._key, digest_size=16).digest()
@@ -219,3 +222,10 @@ def test_a_hash_function_can_be_given_by_name_and_a_local_class_cannot_be_checke
     suite.hash_function = Local
     with pytest.raises(SuiteMisusedError, match="put the class at the top of a module"):
         suite.test_every_process_gets_the_same_digests()
+
+
+def test_options_for_a_hash_function_that_takes_none_are_a_misuse():
+    suite = type("Suite", (HashFunctionSuite,), {"hash_function": Sha3, "options": {"key": "x", "size": 3}})()
+    with pytest.raises(SuiteMisusedError) as caught:
+        suite.test_digests_are_bytes_of_one_length()
+    assert str(caught.value) == "Suite.options: The class Sha3 takes no options, and was given 'key', 'size'."

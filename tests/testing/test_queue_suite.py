@@ -5,6 +5,7 @@ from collections import deque
 from typing import ClassVar
 
 import pytest
+from pydantic import BaseModel
 
 from octavo.core.interfaces import CONTRACT_VERSION, RequestQueue
 from octavo.request_queues import FCFSQueue
@@ -330,15 +331,21 @@ def test_a_trace_is_as_short_as_the_fault_allows_and_can_be_run_again():
 def test_a_queue_can_be_given_by_name_with_options():
     class Limited(FCFSQueue):
         contract_version = 1
-        Options = dict
+
+        class Options(BaseModel):
+            limit: int = 8
 
         def __init__(self, *, options):
             super().__init__()
-            assert options == {"limit": 3}
+            assert options.limit == 3
 
     suite = type("Suite", (RequestQueueSuite,), {"queue": Limited, "options": {"limit": 3}})()
     suite.test_random_requests_come_out_once_and_in_order()
     suite.queue = "fcfs"
+    with pytest.raises(SuiteMisusedError) as caught:
+        suite.test_random_requests_come_out_once_and_in_order()
+    assert str(caught.value) == "Suite.options: The class FCFSQueue takes no options, and was given 'limit'."
+    suite.options = {}
     suite.test_random_requests_come_out_once_and_in_order()
     with pytest.raises(SuiteMisusedError, match=r"RequestQueueSuite\.queue is None"):
         RequestQueueSuite().test_an_empty_queue_has_nothing_to_show()

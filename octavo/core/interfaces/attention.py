@@ -177,7 +177,8 @@ class AttentionBackend(ABC):
     def bind(self, rows: Tensor, spec: KVCacheSpec) -> Any:
         """Turn a layer's bytes into the `kv_cache` that `write` and `attend` take.
 
-        Called once a layer, and on a GPU before that once more, for the step that measures how much memory is left.
+        Called once a layer; before that for a cache of two blocks, to see that the layout fits before any weight is
+        read; and on a GPU once more, for the step that measures how much memory is left.
 
         Args:
             rows: One row a block, uint8. Rows may be longer than this layer's page, and their stride longer still:

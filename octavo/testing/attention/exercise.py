@@ -14,13 +14,15 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 from octavo.core.interfaces.attention import AttentionBackend, AttentionSpec
+from octavo.errors import PluginOptionsError
 from octavo.plugins.families import ATTENTION_BACKENDS
+from octavo.plugins.part import checked_options
 from octavo.plugins.registry import scan
 from octavo.testing.attention.abilities import ABILITIES, RULES, Changes, find_plain, specs_of
 from octavo.testing.attention.trial import Fault, Trial
 
 # Overridden in a suite, these make it more than the name of a backend: then the suite itself is what to try again.
-SETTINGS = ("device", "plain", "specs", "tolerances", "make_backend")
+SETTINGS = ("device", "plain", "specs", "tolerances", "options", "make_backend")
 
 
 class AttentionExercise:
@@ -32,6 +34,7 @@ class AttentionExercise:
         plain: Fields of every spec, for a backend that serves none of the ordinary ones.
         specs: More abilities to try: what each changes in the plain spec.
         tolerances: Largest error of an output number, relative and absolute, by dtype.
+        options: Options of the backend, by name, where its class has a model of them.
         seeds: What each test is repeated with.
     """
 
@@ -40,11 +43,17 @@ class AttentionExercise:
     plain: ClassVar[Changes] = {}
     specs: ClassVar[Mapping[str, Changes]] = {}
     tolerances: ClassVar[Mapping[str, float]] = {}
+    options: ClassVar[Mapping[str, Any]] = {}
     seeds: ClassVar[Sequence[int]] = (0, 1)
 
     def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
-        """Build the backend for a layer. Override it for a backend that takes options."""
-        return self.backend_class()(spec)
+        """Build the backend for a layer, with `options`. Override it where that is not enough."""
+        backend_class = self.backend_class()
+        try:
+            options = checked_options(f"the backend {backend_class.__name__}", backend_class, self.options)
+        except PluginOptionsError as error:
+            raise Fault(f"{type(self).__name__}.options: {error}") from None
+        return backend_class(spec, **({} if options is None else {"options": options}))
 
     @classmethod
     def backend_class(cls) -> type[AttentionBackend]:

@@ -34,7 +34,7 @@ class AttentionBackendSuite(DeclarationTests, NumberTests, MemoryTests):
         plain = {"head_dim": 576, ...}                        fields of every spec
         specs = {"my_window": {"window": 4096}}               more abilities
         tolerances = {"float32": 1e-3}                        largest errors, by dtype
-        def make_backend(self, spec): return Eager(spec, options=Eager.Options(tile=64))
+        options = {"tile": 64}                                what the backend's own Options take
     """
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

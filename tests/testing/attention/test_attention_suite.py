@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from eager_backends import Eager
+from pydantic import BaseModel
 from torch import Tensor
 
 import octavo.testing
@@ -540,6 +541,43 @@ def test_a_suite_with_settings_is_tried_again_with_them() -> None:
     with pytest.raises(Fault, match=r'reproduce\(Strict, "soft_window", seed=5') as fault:
         reproduce(Strict, "soft_window", seed=5, test=DEFINITION)
     assert "where 1.19" not in str(fault.value)
+
+
+class TileOptions(BaseModel):
+    tile: int = 4
+
+
+class TiledByOptions(Eager):
+    """Serves with the tile that its options name, and no other than 8."""
+
+    Options = TileOptions
+
+    def __init__(self, spec: AttentionSpec, *, options: TileOptions) -> None:
+        assert options.tile == 8
+        super().__init__(spec)
+
+
+def test_the_options_of_a_suite_reach_the_backend() -> None:
+    class TiledSuite(AttentionBackendSuite):
+        backend = TiledByOptions
+        options = {"tile": 8}
+
+    reproduce(TiledSuite, "window", test=DEFINITION)
+    with pytest.raises(Fault, match="assert 4 == 8"):
+        reproduce(TiledByOptions, "window", test=DEFINITION)
+    # The suite itself is what to try again, for it knows the options.
+    assert 'reproduce(TiledSuite, "plain", seed=3, test="test_x")' in TiledSuite()._again("test_x", "plain", 3)
+
+
+def test_options_for_a_backend_that_takes_none_are_a_fault() -> None:
+    class TiledSuite(AttentionBackendSuite):
+        backend = Eager
+        options = {"tile": 8, "depth": 2}
+
+    with pytest.raises(
+        Fault, match=r"TiledSuite\.options: The backend .* takes no options, and was given .tile., .depth."
+    ):
+        reproduce(TiledSuite, "window", test=DEFINITION)
 
 
 def test_a_backend_with_options_is_built_by_the_suite() -> None:

@@ -8,8 +8,10 @@ import sys
 import pytest
 from fake_managers import ChunkManager, ChunkSpec, WindowManager, WindowSpec
 from mutant_managers import BROKEN_SPECS, MUTANTS
+from pydantic import BaseModel
 
 from octavo.errors import PluginNotFound
+from octavo.kv_managers.full_attention import FullAttentionManager
 from octavo.testing import KVCacheManagerSuite
 from octavo.testing.conformance import RuleBroken, SuiteMisusedError
 from octavo.testing.kv_manager.suite import PREFIX_IS_LONGEST, SPECS_ARE_VALUES, TRACE_LENGTH
@@ -153,3 +155,23 @@ def test_a_manager_can_be_given_by_name_and_a_wrong_one_is_told():
         suite.test_specs_are_plain_values()
     with pytest.raises(SuiteMisusedError, match=r"KVCacheManagerSuite\.manager is None; it has to be a class"):
         KVCacheManagerSuite().test_specs_are_plain_values()
+
+
+def test_the_options_of_a_suite_reach_the_manager_and_are_a_misuse_where_it_takes_none():
+    made = []
+
+    class Sized(FullAttentionManager):
+        class Options(BaseModel):
+            size: int = 1
+
+        def __init__(self, *arguments, options):
+            made.append(options.size)
+            super().__init__(*arguments)
+
+    suite = type("Suite", (KVCacheManagerSuite,), {"manager": Sized, "options": {"size": 3}})()
+    suite.test_random_requests_read_what_was_written_for_them()
+    assert set(made) == {3}
+    suite.manager = FullAttentionManager
+    with pytest.raises(SuiteMisusedError) as caught:
+        suite.test_random_requests_read_what_was_written_for_them()
+    assert str(caught.value) == "Suite.options: The class FullAttentionManager takes no options, and was given 'size'."

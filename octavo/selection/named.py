@@ -1,0 +1,45 @@
+"""Parts that a config names, before anything is known of the model."""
+
+from __future__ import annotations
+
+from octavo.config import EngineConfig, PluginChoice
+from octavo.errors import PluginOptionsError
+from octavo.plugins.families import Family
+from octavo.plugins.part import choose
+from octavo.plugins.registry import Registry
+from octavo.selection.report import Chosen
+
+AUTO = "auto"
+
+
+def named(config: EngineConfig, registry: Registry, family: Family, choice: PluginChoice) -> Chosen:
+    """Return the part that the family's own setting names.
+
+    Raises:
+        PluginError: It cannot be had, or does not take the options.
+    """
+    return Chosen(choose(registry, family, choice), config.source_of(family.setting))
+
+
+def named_unless_auto(config: EngineConfig, registry: Registry, family: Family, choice: PluginChoice) -> Chosen | None:
+    """As `named`, but None for "auto".
+
+    Raises:
+        PluginOptionsError: Also for options beside "auto", which takes none.
+    """
+    if choice.name != AUTO:
+        return named(config, registry, family, choice)
+    if choice.options:
+        raise PluginOptionsError(
+            f"{family.setting} is 'auto', which takes no options, and was given "
+            f"{', '.join(map(repr, choice.options))}; name the part that they are for."
+        )
+    return None
+
+
+def named_by_kind(
+    config: EngineConfig, registry: Registry, family: Family, setting: str, choices: dict[str, PluginChoice]
+) -> dict[str, Chosen]:
+    """Return the parts that a setting names for each kind of what layers keep."""
+    source = config.source_of(setting)
+    return {kind: Chosen(choose(registry, family, choice), source) for kind, choice in choices.items()}
