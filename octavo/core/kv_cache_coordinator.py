@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
+from octavo.core.step_plan import Int32Array
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ class KVCacheCoordinator(ABC):
         return sum(
             manager.max_blocks_per_request(manager.spec, num_tokens, max_tokens_in_flight) for manager in self.managers
         )
+
+    def most_new_blocks(self, num_new_tokens: Int32Array) -> int:
+        """Return how many blocks rows that get so many new tokens could take together at most."""
+        return sum(int((-(-num_new_tokens // manager.block_size) + 1).sum()) for manager in self.managers)
+
+    def quiet_until(self, num_tokens: int) -> int:
+        """Return up to how many tokens nothing changes about the blocks, in any group, of a row of `num_tokens`."""
+        return min(manager.quiet_until(num_tokens) for manager in self.managers)
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit) -> None:
         """Adopt `hit`, then give the row the blocks that it lacks for `num_tokens` tokens."""

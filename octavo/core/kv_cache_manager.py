@@ -15,6 +15,7 @@ from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
 from octavo.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit, make_coordinator
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.request import NO_ROW, Request
+from octavo.core.step_plan import Int32Array
 
 
 class Fit(enum.Enum):
@@ -125,6 +126,17 @@ class KVCacheManager:
             self.coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight),
         )
         return _FITS if needed <= self.pool.num_free_blocks else self._wait_for_memory(needed)
+
+    def quiet_until(self, num_tokens: int) -> int:
+        """Return up to how many computed tokens nothing changes about a row's blocks that has `num_tokens` now.
+
+        Until then `allocate_slots` would allocate, register and free nothing, and need not be called.
+        """
+        return self.coordinator.quiet_until(num_tokens)
+
+    def most_new_blocks(self, num_new_tokens: Int32Array) -> int:
+        """Return how many blocks requests that get so many new tokens could take together at most."""
+        return self.coordinator.most_new_blocks(num_new_tokens)
 
     def has_adopters(self, request: Request) -> bool:
         """Say whether another request adopted, in this step, blocks that `request` is to fill in it."""

@@ -54,6 +54,25 @@ class EngineOutput:
         """Return the ids that entry number `entry` brought."""
         return self.new_token_ids[self.token_starts[entry] : self.token_starts[entry + 1]]
 
+    def add_column(
+        self,
+        request_ids: list[str],
+        new_token_ids: list[int],
+        logprobs: list[TokenLogprobs | None],
+        num_cached_tokens: list[int],
+        num_preemptions: list[int],
+    ) -> None:
+        """Append an entry of one token for each of several requests that go on. Arguments are copied."""
+        count, first = len(request_ids), len(self.new_token_ids)
+        self.request_ids += request_ids
+        self.new_token_ids += new_token_ids
+        self.token_starts += range(first + 1, first + count + 1)
+        self.finish_reasons += [None] * count
+        self.stop_reasons += [None] * count
+        self.logprobs += [None if given is None else [given] for given in logprobs]
+        self.num_cached_tokens += num_cached_tokens
+        self.num_preemptions += num_preemptions
+
     def add(
         self,
         request_id: str,

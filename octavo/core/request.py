@@ -113,6 +113,10 @@ class Request:
         here: until it is reached the sampler does not choose an id that would stop.
         """
         self.token_ids.append(token_id)
+        return self.end_with(token_id)
+
+    def end_with(self, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Return why the request ends with the token that it has last, and the stop id that ended it."""
         if token_id in self.eos_token_ids:
             return "stop", None
         if token_id in self.stop_token_ids:

@@ -17,11 +17,18 @@ class RequestTable:
     Attributes:
         num_tokens: Tokens known, int32. Mirrors `len(request.token_ids)`. [num_rows]
         num_computed_tokens: Tokens whose keys and values are stored or planned to be, int32. [num_rows]
+        max_total_tokens: The request ends when it has this many tokens, int32. [num_rows]
+        last_token_ids: The token known last, int32. [num_rows]
+        quiet_until: While no more tokens than this are computed, nothing changes about the row's blocks, int32.
+            [num_rows]
     """
 
     def __init__(self, num_rows: int) -> None:
         self.num_tokens: Int32Array = np.zeros(num_rows, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(num_rows, np.int32)
+        self.max_total_tokens: Int32Array = np.zeros(num_rows, np.int32)
+        self.last_token_ids: Int32Array = np.zeros(num_rows, np.int32)
+        self.quiet_until: Int32Array = np.zeros(num_rows, np.int32)
         # The lowest free row first, so that the rows in use stay close together.
         self._free_rows = list(range(num_rows))
 
@@ -31,6 +38,9 @@ class RequestTable:
         request.row = row
         self.num_tokens[row] = request.num_tokens
         self.num_computed_tokens[row] = num_computed_tokens
+        self.max_total_tokens[row] = request.max_total_tokens
+        self.last_token_ids[row] = request.token_ids[-1]
+        self.quiet_until[row] = 0
 
     def remove(self, request: Request) -> None:
         """Take the request's row back."""

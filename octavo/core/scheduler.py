@@ -11,7 +11,6 @@ of them and a generating request by one, and each step lets requests catch up wi
 from __future__ import annotations
 
 import logging
-from array import array
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from octavo.core.kv_cache_manager import Fit, KVCacheManager, ResetResult
 from octavo.core.outputs import EngineOutput, FinishReason, TokenLogprobs
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_table import RequestTable
+from octavo.core.scheduled import Entries, Scheduled, make_plan, row_sampling
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import RowSampling, StepPlan, StepResult
 from octavo.errors import InvalidRequestError, PluginContractError
@@ -61,6 +61,11 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self._requests: dict[str, Request] = {}
         self._table = RequestTable(max_num_seqs)
+        # The running requests as columns, until one comes or goes.
+        self._all_running: Entries | None = None
+        # The latest plan, its entries, and the departures up to then.
+        self._planned: tuple[StepPlan, Entries, int] | None = None
+        self._num_departures = 0
         # Requests that ended outside a step; they are reported with the next one.
         self._ended = EngineOutput()
         self._queried_tokens = 0
@@ -129,15 +134,19 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step and give their requests the blocks for them."""
-        scheduled: dict[Request, int] = {}
+        num_preempted = 0
+        scheduled = self.schedule_all_running()
+        if scheduled is None:
+            scheduled, num_preempted = self._schedule_running_in_turn()
         new_rows: list[RowSampling] = []
-        num_preempted = self._schedule_running(scheduled)
-        if not num_preempted:
-            self._admit_waiting(scheduled, new_rows)
-        if not scheduled and not num_preempted and self._requests and not len(self._ended):
+        if not num_preempted and len(self.waiting):
+            scheduled = self._admit_waiting(scheduled, new_rows)
+        if not len(scheduled.entries) and not num_preempted and self._requests and not len(self._ended):
             # An empty pool refuses nobody that was admissible, so somebody has lost a request, or counts wrongly.
             raise PluginContractError(self._why_nothing_goes_on())
-        return self._make_plan(scheduled, new_rows)
+        entries, plan = make_plan(scheduled, self._table, self.kv_cache_manager.coordinator.managers, new_rows)
+        self._planned = plan, entries, self._num_departures
+        return plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> EngineOutput:
         """Take in the tokens of a step, end the requests that are done, and report."""
@@ -145,22 +154,11 @@ class Scheduler:
         output = self.take_ended()
         if plan.num_tokens:
             self._steps += 1
-        sampled = zip(result.token_ids, result.failed, result.logprobs, strict=True)
-        for entry in np.flatnonzero(plan.samples).tolist():
-            token_id, has_failed, logprobs = next(sampled)
-            request = self._owner(plan, entry)
-            if request is None:
-                # Aborted while the step ran.
-                continue
-            if has_failed:
-                self.kv_cache_manager.forget_blocks(request)
-                self._end(request, "error", NON_FINITE_LOGITS, output)
-                continue
-            finish_reason, stop_reason = request.append_token(token_id)
-            self._table.num_tokens[request.row] += 1
-            self._report(output, request, [token_id], finish_reason, stop_reason, logprobs)
-            if finish_reason is not None:
-                self._release(request)
+        entries = self.entries_of(plan)
+        if entries is not None and plan.samples.all() and True not in result.failed:
+            self._take_in_all(entries, result, output)
+        else:
+            self._take_in_one_by_one(plan, result, output)
         return output
 
     def roll_back(self, plan: StepPlan) -> list[str]:
@@ -177,6 +175,54 @@ class Scheduler:
             self._put_back_in_line(request)
         self.kv_cache_manager.commit_step()
         return [request.request_id for request in requests]
+
+    # -- taking a step in ---------------------------------------------------------------------------------------
+
+    def _take_in_all(self, entries: Entries, result: StepResult, output: EngineOutput) -> None:
+        """Take in a token for each entry: the same as `_take_in_one_by_one`, in columns."""
+        rows, table = entries.rows, self._table
+        table.num_tokens[rows] += 1
+        table.last_token_ids[rows] = result.token_ids
+        for request, token_id in zip(entries.requests, result.token_ids, strict=True):
+            request.token_ids.append(token_id)
+        first = len(output)
+        output.add_column(
+            entries.request_ids,
+            result.token_ids,
+            result.logprobs,
+            entries.num_cached_tokens,
+            entries.num_preemptions,
+        )
+        is_ended = table.num_tokens[rows] >= table.max_total_tokens[rows]
+        if not entries.stop_token_ids.isdisjoint(result.token_ids):
+            is_ended |= np.isin(result.token_ids, list(entries.stop_token_ids))
+        for entry in np.flatnonzero(is_ended).tolist():
+            request = entries.requests[entry]
+            # A stop id of one request may be any other id to the next.
+            finish_reason, stop_reason = request.end_with(result.token_ids[entry])
+            if finish_reason is not None:
+                output.finish_reasons[first + entry] = finish_reason
+                output.stop_reasons[first + entry] = stop_reason
+                self._release(request)
+
+    def _take_in_one_by_one(self, plan: StepPlan, result: StepResult, output: EngineOutput) -> None:
+        sampled = zip(result.token_ids, result.failed, result.logprobs, strict=True)
+        for entry in np.flatnonzero(plan.samples).tolist():
+            token_id, has_failed, logprobs = next(sampled)
+            request = self._owner(plan, entry)
+            if request is None:
+                # Aborted while the step ran.
+                continue
+            if has_failed:
+                self.kv_cache_manager.forget_blocks(request)
+                self._end(request, "error", NON_FINITE_LOGITS, output)
+                continue
+            finish_reason, stop_reason = request.append_token(token_id)
+            self._table.num_tokens[request.row] += 1
+            self._table.last_token_ids[request.row] = token_id
+            self._report(output, request, [token_id], finish_reason, stop_reason, logprobs)
+            if finish_reason is not None:
+                self._release(request)
 
     # -- state, for whoever watches -----------------------------------------------------------------------------
 
@@ -201,8 +247,36 @@ class Scheduler:
 
     # -- the running pass ---------------------------------------------------------------------------------------
 
-    def _schedule_running(self, scheduled: dict[Request, int]) -> int:
-        """Let running requests catch up, in order of admission. Return how many were preempted for it."""
+    def schedule_all_running(self) -> Scheduled | None:
+        """Let every running request catch up, where the budget and the free blocks are enough for all of them.
+
+        The same as `_schedule_running_in_turn`, in columns. In most steps of most requests nothing changes about
+        blocks; only where something does the KV cache is asked.
+
+        Returns:
+            None where somebody might have to do with less.
+        """
+        entries, table = self._running_entries(), self._table
+        rows = entries.rows
+        num_computed = table.num_computed_tokens[rows]
+        num_new = table.num_tokens[rows] - num_computed
+        if int(num_new.sum()) > self.max_num_batched_tokens or not num_new.all():
+            return None
+        changing = np.flatnonzero(num_computed + num_new > table.quiet_until[rows]).tolist()
+        if self.kv_cache_manager.most_new_blocks(num_new[changing]) > self.kv_cache_manager.pool.num_free_blocks:
+            return None
+        for entry in changing:
+            request, computed, new = entries.requests[entry], int(num_computed[entry]), int(num_new[entry])
+            if not self.kv_cache_manager.allocate_slots(request, computed, new):
+                # A manager takes more than blocks for the new tokens. Who was served keeps what he got.
+                return None
+            table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(computed + new)
+        table.num_computed_tokens[rows] += num_new
+        return Scheduled(entries, num_new)
+
+    def _schedule_running_in_turn(self) -> tuple[Scheduled, int]:
+        """Let running requests catch up, in order of admission. Return how many were preempted for it, too."""
+        scheduled: dict[Request, int] = {}
         budget = self.max_num_batched_tokens
         num_preempted = 0
         for request in tuple(self.running):
@@ -211,7 +285,7 @@ class Scheduler:
             num_new = min(self._table.num_tokens_behind(request), budget)
             if num_new == 0:
                 continue
-            while not self.kv_cache_manager.allocate_slots(request, self._num_computed(request), num_new):
+            while not self._has_room_for(request, num_new):
                 if len(self.running) == 1:
                     # Alone, and the pool is full: no preemption can help.
                     self._end(request, "length", KV_CACHE_FULL)
@@ -226,7 +300,17 @@ class Scheduler:
                 scheduled[request] = num_new
                 self._table.num_computed_tokens[request.row] += num_new
                 budget -= num_new
-        return num_preempted
+        return Scheduled(Entries(tuple(scheduled)), np.array(list(scheduled.values()), np.int32)), num_preempted
+
+    def _has_room_for(self, request: Request, num_new: int) -> bool:
+        """Give a running request the slots for its next tokens; return whether they could be had."""
+        computed = self._num_computed(request)
+        if computed + num_new <= self._table.quiet_until[request.row]:
+            return True
+        if not self.kv_cache_manager.allocate_slots(request, computed, num_new):
+            return False
+        self._table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(computed + num_new)
+        return True
 
     def _preempt(self, request: Request) -> None:
         # Adoption happens in the waiting pass, which comes after the last preemption of a step.
@@ -245,12 +329,13 @@ class Scheduler:
 
     # -- the waiting pass ---------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, scheduled: dict[Request, int], new_rows: list[RowSampling]) -> None:
-        """Admit waiting requests in the queue's order while slots, budget and memory last.
+    def _admit_waiting(self, scheduled: Scheduled, new_rows: list[RowSampling]) -> Scheduled:
+        """Admit waiting requests in the queue's order while slots, budget and memory last; return all together.
 
         Budget is left only when no running request is behind, so nobody is owed blocks for a prompt under way.
         """
-        budget = self.max_num_batched_tokens - sum(scheduled.values())
+        budget = self.max_num_batched_tokens - int(scheduled.num_new_tokens.sum())
+        admitted: dict[Request, int] = {}
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
             request = self._next_in_line()
             hit = self.kv_cache_manager.get_computed_blocks(request)
@@ -262,7 +347,7 @@ class Scheduler:
             num_new = self._first_chunk(request, hit, budget)
             if not verdict or not num_new:
                 logger.debug("%s waits: %s", request.request_id, verdict.reason or "no room in this step's budget")
-                return
+                break
             popped = self.waiting.pop_request()
             if popped is not request:
                 raise PluginContractError(
@@ -271,9 +356,10 @@ class Scheduler:
                     "be the same."
                 )
             self._admit(request, hit, num_new)
-            new_rows.append(_row_sampling(request))
-            scheduled[request] = num_new
+            new_rows.append(row_sampling(request))
+            admitted[request] = num_new
             budget -= num_new
+        return scheduled.with_more(admitted) if admitted else scheduled
 
     def _next_in_line(self) -> Request:
         """Return what the queue shows; raise when that is no request that waits."""
@@ -304,6 +390,7 @@ class Scheduler:
         verdict = self.kv_cache_manager.allocate_slots(request, hit.num_tokens, num_new, hit)
         assert verdict, f"admitted and then refused: {verdict.reason}"
         self._table.num_computed_tokens[request.row] += num_new
+        self._table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(hit.num_tokens + num_new)
         if request.num_cached_tokens is None:
             self._queried_tokens += request.num_tokens
             self._hit_tokens += hit.num_tokens
@@ -312,32 +399,20 @@ class Scheduler:
             self._recomputed_tokens += max(request.num_computed_before_preemption - hit.num_tokens, 0)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
+        self._all_running = None
 
     # -- smaller steps ------------------------------------------------------------------------------------------
 
-    def _make_plan(self, scheduled: dict[Request, int], new_rows: list[RowSampling]) -> StepPlan:
-        # Attention backends want rows with one new token first; among equals the order of scheduling stays.
-        entries = sorted(scheduled.items(), key=lambda entry: entry[1] != 1)
-        rows = np.array([request.row for request, _ in entries], np.int32)
-        num_new_tokens = np.array([num_new for _, num_new in entries], np.int32)
-        num_computed = self._table.num_computed_tokens[rows]
-        first_positions = num_computed - num_new_tokens
-        token_ids = array("i")
-        for (request, num_new), first in zip(entries, first_positions.tolist(), strict=True):
-            token_ids.extend(request.token_ids[first : first + num_new])
-        managers = self.kv_cache_manager.coordinator.managers
-        return StepPlan(
-            request_ids=[request.request_id for request, _ in entries],
-            arrivals=[request.arrival for request, _ in entries],
-            rows=rows,
-            num_new_tokens=num_new_tokens,
-            first_positions=first_positions,
-            token_ids=np.array(token_ids, np.int32),
-            samples=num_computed == self._table.num_tokens[rows],
-            num_decode_entries=int((num_new_tokens == 1).sum()),
-            block_tables=tuple(m.block_tables[rows, : m.num_blocks[rows].max(initial=0)] for m in managers),
-            new_rows=new_rows,
-        )
+    def _running_entries(self) -> Entries:
+        if self._all_running is None:
+            self._all_running = Entries(self.running)
+        return self._all_running
+
+    def entries_of(self, plan: StepPlan) -> Entries | None:
+        """Return who owns the entries of the latest plan; None when one of them has left since."""
+        if self._planned is None or self._planned[0] is not plan or self._planned[2] != self._num_departures:
+            return None
+        return self._planned[1]
 
     def _why_nothing_goes_on(self) -> str:
         pool = self.kv_cache_manager.pool
@@ -383,6 +458,8 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
+        self._all_running = None
+        self._num_departures += 1
         self.kv_cache_manager.free(request)
         self._table.remove(request)
 
@@ -409,20 +486,3 @@ class Scheduler:
 def _last_served(request: Request) -> tuple[int, int]:
     """Order in which running requests are given up, the largest first: least urgent, then last to arrive."""
     return request.priority, request.arrival
-
-
-def _row_sampling(request: Request) -> RowSampling:
-    params = request.params
-    return RowSampling(
-        row=request.row,
-        temperature=0.0 if params.is_greedy else params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        min_p=params.min_p,
-        seed=request.seed,
-        choice=request.choice,
-        num_prompt_tokens=request.num_prompt_tokens,
-        min_tokens=params.min_tokens,
-        masked_before_min_tokens=tuple(sorted(request.eos_token_ids | request.stop_token_ids)),
-        num_logprobs=params.logprobs,
-    )

@@ -103,6 +103,20 @@ class SingleTypeKVCacheManager(ABC):
             alignment_blocks: The answer must be a multiple of this.
         """
 
+    def quiet_until(self, num_tokens: int) -> int:
+        """Return up to how many computed tokens nothing changes for a row that has `num_tokens` now.
+
+        Within a block nothing fills up. Needs and skipped blocks only grow, so that they do not change between two
+        numbers of tokens at which they are the same.
+        """
+        last = num_tokens + self.block_size - 1 - num_tokens % self.block_size
+        changes = (
+            not num_tokens % self.block_size
+            or self.num_blocks_needed(last) != self.num_blocks_needed(num_tokens)
+            or self.skipped_blocks(last) != self.skipped_blocks(num_tokens)
+        )
+        return num_tokens if changes else last
+
     @classmethod
     def max_blocks_per_request(cls, spec: KVCacheSpec, max_model_len: int, max_tokens_in_flight: int) -> int:
         """Return the most blocks that one request ever holds at a time.

@@ -45,6 +45,7 @@ TABLE_COVERS_TOKENS = "num_blocks_needed has an entry for every block of tokens 
 SKIPPED_IS_NOT_READ = "skipped_blocks names no block that a later query reads."
 QUESTIONS_ARE_PURE = "The three questions change nothing: asked again, they answer the same."
 BOUND_IS_MONOTONE = "max_blocks_per_request is at least one block, and a longer request or step never lowers it."
+QUIET_IS_QUIET = "Up to quiet_until nothing changes: no block fills up, none more is needed, and none less."
 PREFIX_IS_LONGEST = "longest_prefix is the largest aligned number of blocks that the cached ones support."
 PREFIX_ASKS_WITHIN = "longest_prefix asks only about the blocks below its limit, by number."
 LOOKING_CHANGES_NOTHING = "find_longest_cache_hit changes nothing, and asks the pool each time."
@@ -179,6 +180,25 @@ class KVCacheManagerSuite(ConformanceSuite):
                                 f"{num_computed} tokens and {end - num_computed} new ones hold {num_held} blocks; "
                                 f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {spec}",
                             )
+
+    @reproducible
+    def test_nothing_changes_while_the_manager_is_not_called(self) -> None:
+        for spec in self._specs():
+            manager, longest = self._make(spec), self._max_model_len(spec)
+            for num_tokens in range(1, longest + 1):
+                last = manager.quiet_until(num_tokens)
+                if last < num_tokens:
+                    raise RuleBroken(QUIET_IS_QUIET, f"quiet_until({num_tokens}) is {last}; {spec}")
+                for later in range(num_tokens + 1, min(last, longest) + 1):
+                    if (
+                        later // spec.block_size != num_tokens // spec.block_size
+                        or manager.num_blocks_needed(later) != manager.num_blocks_needed(num_tokens)
+                        or manager.skipped_blocks(later) != manager.skipped_blocks(num_tokens)
+                    ):
+                        raise RuleBroken(
+                            QUIET_IS_QUIET,
+                            f"quiet_until({num_tokens}) is {last}, and at {later} tokens it is not; {spec}",
+                        )
 
     @reproducible
     def test_a_longer_request_never_takes_fewer_blocks(self) -> None:

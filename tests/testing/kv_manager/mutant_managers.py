@@ -54,6 +54,24 @@ class NeedsLessForMore(WindowManager):
         return super().max_blocks_per_request(spec, max_model_len, max_tokens_in_flight) + (max_model_len == 9)
 
 
+@breaks(suite.QUIET_IS_QUIET)
+class SleepsThroughAFullBlock(WindowManager):
+    def quiet_until(self, num_tokens):
+        return num_tokens + self.block_size - num_tokens % self.block_size
+
+
+@breaks(suite.QUIET_IS_QUIET)
+class SleepsForATokenTooLong(WindowManager):
+    def quiet_until(self, num_tokens):
+        return super().quiet_until(num_tokens) + (num_tokens % 5 == 0)
+
+
+@breaks(suite.QUIET_IS_QUIET)
+class WakesUpBeforeItSleeps(WindowManager):
+    def quiet_until(self, num_tokens):
+        return super().quiet_until(num_tokens) - 2 * (num_tokens % 7 == 0)
+
+
 @breaks(suite.QUESTIONS_ARE_PURE)
 class AnswersByTurns(WindowManager):
     turn = 0
