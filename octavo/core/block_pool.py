@@ -33,8 +33,9 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         # A doubly linked list over block ids. The null block is never free, so its place is the list's anchor:
         # next[0] is the head and previous[0] the tail.
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        block_ids = list(range(num_blocks))
+        self._next = [*block_ids[1:], NULL_BLOCK]
+        self._previous = [num_blocks - 1, *block_ids[:-1]]
         self._key_of: list[tuple[int, bytes] | None] = [None] * num_blocks
         self._block_of: dict[tuple[int, bytes], int] = {}
         # Further blocks with the content of `_block_of[key]`, oldest first. Rare: two requests computed the same
@@ -63,6 +64,11 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         """Say whether the block stands in the free queue."""
         return block_id != NULL_BLOCK and self._ref_counts[block_id] == 0
+
+    def count_free(self, block_ids: Iterable[int]) -> int:
+        """Return how many of the blocks stand in the free queue; the null block never does."""
+        ref_counts = self._ref_counts
+        return sum([ref_counts[block_id] == 0 for block_id in block_ids if block_id != NULL_BLOCK])
 
     def free_queue(self) -> list[int]:
         """Return the free blocks in the order in which they would be handed out. For tests and dumps."""

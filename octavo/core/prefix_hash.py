@@ -82,6 +82,7 @@ class PrefixHasher:
         self.block_size = block_size
         self.root = root
         self._digest = hash_function.digest
+        self._is_framed = hash_function.encoding == "framed"
         self._encode = {"framed": _encode_framed, "cbor": _encode_cbor}[hash_function.encoding]
 
     def extend(self, keys: list[bytes], token_ids: "array[int]", first_block_extra: Sequence[ExtraKey] = ()) -> None:
@@ -93,10 +94,28 @@ class PrefixHasher:
             first_block_extra: What else the first block stands for, such as a cache salt. The chain carries it on.
         """
         size = self.block_size
-        for block in range(len(keys), len(token_ids) // size):
+        first, end = len(keys), len(token_ids) // size
+        if first == end:
+            return
+        if self._is_framed and end - first > 1 and sys.byteorder == "little":
+            self._extend_framed(keys, token_ids, first_block_extra)
+            return
+        for block in range(first, end):
             parent = keys[-1] if keys else self.root
             extra = first_block_extra if block == 0 else ()
             keys.append(self._digest(self._encode(parent, token_ids[block * size : (block + 1) * size], extra)))
+
+    def _extend_framed(self, keys: list[bytes], token_ids: "array[int]", first_block_extra: Sequence[ExtraKey]) -> None:
+        """As `extend`, for many blocks: all but the first differ in their parent and tokens alone."""
+        size, digest = self.block_size, self._digest
+        if not keys:
+            keys.append(digest(_encode_framed(self.root, token_ids[:size], first_block_extra)))
+        parent, num_bytes = keys[-1], size * token_ids.itemsize
+        head = struct.pack("<III", len(parent), size, 0)
+        data = token_ids.tobytes()
+        for start in range(len(keys) * num_bytes, len(data) - num_bytes + 1, num_bytes):
+            parent = digest(head + parent + data[start : start + num_bytes])
+            keys.append(parent)
 
 
 def _encode_framed(parent: bytes, token_ids: "array[int]", extra_keys: Sequence[ExtraKey]) -> bytes:

@@ -44,6 +44,9 @@ class BlockSource(Protocol):
     def is_free(self, block_id: int) -> bool:
         """Say whether the block stands in the free queue."""
 
+    def count_free(self, block_ids: Iterable[int]) -> int:
+        """Return how many of the blocks stand in the free queue; the null block never does."""
+
     def get_cached_block(self, key: bytes, group_id: int) -> int | None:
         """Return a block that holds what `key` stands for in this group."""
 
@@ -143,7 +146,7 @@ class SingleTypeKVCacheManager(ABC):
         """
         num_held = (int(self.num_blocks[row]) if row >= 0 else 0) + len(hit)
         num_new = max(self.num_blocks_needed(num_tokens) - num_held, 0)
-        return num_new + sum(1 for block_id in hit if block_id != NULL_BLOCK and self.pool.is_free(block_id))
+        return num_new + (self.pool.count_free(hit) if hit else 0)
 
     def allocate_new_computed_blocks(self, row: int, hit: Sequence[int]) -> None:
         """Adopt cached blocks as the first entries of an empty row. They count as registered."""
@@ -202,18 +205,24 @@ class SingleTypeKVCacheManager(ABC):
         result times the block size, and a multiple of `alignment_tokens`. Changes nothing.
         """
         found: dict[int, int | None] = {}
+        get_cached_block, group_id = self.pool.get_cached_block, self.group_id
 
-        def cached_block(index: int) -> int | None:
-            if index not in found:
-                found[index] = self.pool.get_cached_block(keys[index], self.group_id)
-            return found[index]
+        def is_cached(index: int) -> bool:
+            block_id = found[index] = get_cached_block(keys[index], group_id)
+            return block_id is not None
 
         max_blocks = min(max_num_tokens // self.block_size, len(keys))
-        num_blocks = self.longest_prefix(
-            lambda index: cached_block(index) is not None, max_blocks, alignment_tokens // self.block_size
-        )
+        num_blocks = self.longest_prefix(is_cached, max_blocks, alignment_tokens // self.block_size)
         skipped = self.skipped_blocks(num_blocks * self.block_size)
-        return [NULL_BLOCK if i in skipped else cached_block(i) or NULL_BLOCK for i in range(num_blocks)]
+        # A prefix may be supported without that each of its blocks was asked for.
+        if len(found) < num_blocks:
+            for index in range(num_blocks):
+                if index not in found and index not in skipped:
+                    is_cached(index)
+        hit = [found.get(index) or NULL_BLOCK for index in range(num_blocks)]
+        for index in range(skipped.start, min(skipped.stop, num_blocks)):
+            hit[index] = NULL_BLOCK
+        return hit
 
     def free(self, row: int) -> None:
         """Give the row's blocks back, the last one first: a block without those before it serves no hit."""
