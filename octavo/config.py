@@ -33,7 +33,11 @@ class PluginChoice:
     options: dict[str, Any] = dataclass_field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name} with {self.options}" if self.options else self.name
+        # Options may be secrets; their names are not.
+        return f"{self.name} with {', '.join(map(str, self.options))}" if self.options else str(self.name)
+
+    def __repr__(self) -> str:
+        return f"PluginChoice({str(self)!r})"
 
 
 _CHOICE_FORM = 'a table such as { name = "my_part", options = { size = 64 } }'
@@ -57,8 +61,11 @@ def _as_choice(given: Any) -> Any:
         raise ValueError("the name is empty")
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"options must be a table of names and values: {_CHOICE_FORM}")
-    # A copy: what the caller does with the table later must not change the config.
-    return PluginChoice(name, copy.deepcopy(options))
+    try:
+        # A copy: what the caller does with the table later must not change the config.
+        return PluginChoice(name, copy.deepcopy(options))
+    except Exception:
+        raise ValueError("options must be plain values, which can be copied") from None
 
 
 def _as_choices(given: Any) -> Any:
@@ -199,9 +206,12 @@ class EngineConfig(_Section):
         Raises:
             ConfigError: As `from_flat`.
         """
-        given = self.model_dump(exclude_unset=True)
-        flat = {name: value for name, value in given.items() if name not in ("cache", "scheduler")}
-        changed = self.from_flat(**(flat | given.get("cache", {}) | given.get("scheduler", {}) | fields))
+        flat = {
+            name: getattr(part, name)
+            for part in (self, self.cache, self.scheduler)
+            for name in part.model_fields_set - {"cache", "scheduler"}
+        }
+        changed = self.from_flat(**(flat | fields))
         return changed.with_sources({name: place for name, place in self._sources.items() if name not in fields})
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
@@ -245,7 +255,14 @@ def _sentence(error: Any) -> str:
     section, _, name_in_section = name.partition(".")
     name = name_in_section if section in ("cache", "scheduler") and name_in_section else name
     message = error["msg"].removeprefix("Value error, ")
-    return f"{name} is {error['input']!r}: {message[0].lower()}{message[1:]}."
+    return f"{name} is {_shown(error['input'])}: {message[0].lower()}{message[1:]}."
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error message: of a table the names alone, since options may be secrets."""
+    if isinstance(value, dict):
+        return "a table of " + (", ".join(map(repr, value)) or "nothing")
+    return repr(value)
 
 
 def _unknown(name: str) -> str:

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octavo.core.outputs import EngineOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import EngineBusyError, EngineClosedError, InvalidRequestError, StepError
+from octavo.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    InvalidRequestError,
+    PluginBroken,
+    StepError,
+    describe_with_place,
+)
 from octavo.output_processor import OutputProcessor, RequestUpdate
 from octavo.plugins.hookspecs import FinishedChoice, RequestAdded, RequestFinished, StepFinished
 from octavo.prompts import ParsedPrompt
@@ -131,8 +138,8 @@ class EngineThread:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(_as_exception(error))
 
         self._inbox.put(command)
         if self._has_ended:
@@ -169,7 +176,7 @@ class EngineThread:
             if (tell := self._observers.engine_started) is not None:
                 tell(self.assembly.started)
         except BaseException as error:
-            is_built.set_exception(error)
+            is_built.set_exception(_as_exception(error))
             return
         is_built.set_result(None)
         self._run()
@@ -183,7 +190,7 @@ class EngineThread:
         except BaseException as error:
             # A fault of Octavo's own, or of a part of it: what the engine holds cannot be trusted any more.
             logger.exception("the engine has died")
-            what = f"{type(error).__name__}: {error}".removesuffix(".")
+            what = describe_with_place(error).removesuffix(".")
             self._why_closed = f"The engine has died of a fault: {what}. Make a new one."
             self._cause = error
             for mailbox in set(self._mailboxes.values()):
@@ -241,7 +248,7 @@ class EngineThread:
             for index, request_id in enumerate(request_ids):
                 with naming_the_prompt(index, num_prompts):
                     self._add(mailbox, request_id, mailbox.prompts[index], token_ids[index], mailbox.params[index])
-        except Exception:
+        except BaseException:
             for request_id in mailbox.request_ids:
                 del self._mailboxes[request_id]
                 for core_id in self._processor.discard(request_id):
@@ -358,6 +365,15 @@ class EngineThread:
         error = EngineClosedError(self._why_closed)
         error.__cause__ = self._cause
         return error
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return what a caller is given: what ends a program or a task in here is a fault of whatever raised it."""
+    if isinstance(error, Exception):
+        return error
+    broken = PluginBroken(f"A part raised {describe_with_place(error)} in the engine's thread.")
+    broken.__cause__ = error
+    return broken
 
 
 @contextmanager

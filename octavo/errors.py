@@ -25,6 +25,32 @@ Each message names the thing, the value and the way out.
 """
 
 
+def message_of(error: BaseException) -> str:
+    """Return an exception's message; of one whose message cannot be made, a word about that."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be made)"
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's type and message."""
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def describe_with_place(error: BaseException) -> str:
+    """As `describe`, with its notes, or else the function that raised it. Octavo's own errors speak for themselves."""
+    notes = [f"({note})" for note in getattr(error, "__notes__", ())]
+    trace = error.__traceback__
+    if notes or trace is None or isinstance(error, OctavoError):
+        return " ".join([describe(error), *notes])
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f"{trace.tb_frame.f_globals.get('__name__')}.{trace.tb_frame.f_code.co_qualname}, line {trace.tb_lineno}"
+    return f"{describe(error)} (raised in {place})"
+
+
 class OctavoError(Exception):
     """Base of every exception that Octavo raises on purpose."""
 

@@ -217,7 +217,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_section(write, text, sentence
 def test_a_choice_that_is_wrong_in_a_file_is_named_with_the_file(write):
     path = write('hooks = ["metrics", { nome = "trace" }]')
     assert message_of(EngineConfig.from_toml, path) == (
-        f"In '{path}': hooks.1 is {{'nome': 'trace'}}: it must be a name, or a table such as "
+        f"In '{path}': hooks.1 is a table of 'nome': it must be a name, or a table such as "
         '{ name = "my_part", options = { size = 64 } }.'
     )
 

@@ -16,7 +16,14 @@ import torch
 
 from octavo import LLM, EngineConfig, SamplingParams
 from octavo.attention_backends.torch_sdpa import TorchSDPABackend
-from octavo.errors import ConfigError, EngineClosedError, InvalidRequestError, PluginContractError, StepError
+from octavo.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    PluginBroken,
+    PluginContractError,
+    StepError,
+)
 from octavo.request_queues import FCFSQueue
 from octavo.testing import installed
 
@@ -768,3 +775,51 @@ def test_memory_comes_back_when_engines_end(demo_gguf):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- what ends a program ----------------------------------------------------------------------------------------
+
+
+class ExitingQueue(FCFSQueue):
+    contract_version = 1
+
+    def add_request(self, request):
+        raise SystemExit(0)
+
+
+class ExitingBackend(FailingBackend):
+    contract_version = 1
+    has_exited = False
+
+    def plan(self, batch):
+        return TorchSDPABackend.plan(self, batch)
+
+    def write(self, *arguments):
+        return TorchSDPABackend.write(self, *arguments)
+
+    def attend(self, *arguments, **options):
+        if not type(self).has_exited:
+            type(self).has_exited = True
+            raise SystemExit("no more")
+        return TorchSDPABackend.attend(self, *arguments, **options)
+
+
+@pytest.mark.timeout(60)
+def test_a_queue_that_leaves_by_sys_exit_is_an_error_of_the_call_and_nobody_waits_for_ever(make_llm, tiny_folder):
+    with installed({"octavo.request_queues": {"exiting": ExitingQueue}}):
+        llm = make_llm(tiny_folder, num_kv_blocks=40, request_queue="exiting")
+    with pytest.raises(
+        PluginBroken, match=r"The request queue ExitingQueue raised SystemExit: 0 when it was given the request"
+    ):
+        llm.generate("one", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert llm.stats().waiting == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_backend_that_leaves_by_sys_exit_in_a_step_ends_one_call_and_the_engine_goes_on(make_llm, tiny_folder):
+    ExitingBackend.has_exited = False
+    with installed({"octavo.attention_backends": {"exiting": ExitingBackend}}):
+        llm = make_llm(tiny_folder, num_kv_blocks=40, attention_backend="exiting")
+    with pytest.raises(StepError, match="failed and was undone: SystemExit: no more"):
+        llm.generate("one", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert llm.generate("one", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished

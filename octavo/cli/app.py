@@ -65,5 +65,8 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_ERROR
     except SystemExit as end:
         # So typer ends, whether the command succeeded, was used wrongly, or was interrupted.
-        return int(end.code or 0)
+        if isinstance(end.code, int) or end.code is None:
+            return end.code or 0
+        print(f"octavo: {end.code}", file=sys.stderr)
+        return EXIT_ERROR
     return 0

@@ -1,6 +1,8 @@
 """`octavo backends`: which attention backends could serve a model here."""
 
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,9 +41,11 @@ def backends(
     from octavo.selection.select import model_needs
 
     registry = scan()
-    named = named_backends(config, registry)
-    needs = model_needs(config, registry)
-    groups = [_group(config, registry, named, needs, group) for group in needs.groups]
+    # What a package prints when it is imported or asked must not get between the lines of the answer.
+    with redirect_stdout(sys.stderr):
+        named = named_backends(config, registry)
+        needs = model_needs(config, registry)
+        groups = [_group(config, registry, named, needs, group) for group in needs.groups]
     if as_json:
         about = {"model": config.model, "device": needs.device, "dtype": needs.dtype}
         print(json.dumps({**about, "model_class": needs.model.part.plugin.name, "groups": groups}))

@@ -89,6 +89,9 @@ def _parse(name: str, value: Any) -> Any:
     chooses_plugins = annotation is PluginChoice or get_origin(annotation) in (dict, tuple)
     if isinstance(value, str) and chooses_plugins and value.strip().startswith(("{", "[")):
         return _parse_toml(name, value)
+    if isinstance(value, str) and get_origin(annotation) in (dict, tuple) and "{" in value:
+        # A list or a table whose brackets were left out, for some of its parts have options.
+        return _parse_toml(name, f"[{value}]" if get_origin(annotation) is tuple else f"{{ {value} }}")
     if isinstance(value, str) and get_origin(annotation) is tuple:
         return [chosen.strip() for chosen in value.split(",")]
     if isinstance(value, str) and get_origin(annotation) is dict:
@@ -116,8 +119,7 @@ def _parse_toml(name: str, text: str) -> Any:
     except tomllib.TOMLDecodeError as cause:
         example = 'name = "my_part", options = { size = 64 }'
         raise ConfigError(
-            f"{flag_of(name)} is {text!r}, which cannot be read as TOML: {cause}. A part with options is written "
-            f"{{ {example} }}."
+            f"{flag_of(name)} cannot be read as TOML: {cause}. A part with options is written {{ {example} }}."
         ) from None
 
 

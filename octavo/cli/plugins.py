@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +36,9 @@ def plugins(
     strays = [s for s in registry.strays if check and (package is None or is_same_package(package, s.package))]
     if package is not None and not found and not strays:
         raise PluginNotFound(f"No package called {package!r} is installed that registers a part of Octavo's.")
-    faults = {plugin: fault_of(registry, plugin) for plugin in found} if check else {}
+    # What a package prints when it is imported must not get between the lines of the list.
+    with redirect_stdout(sys.stderr):
+        faults = {plugin: fault_of(registry, plugin) for plugin in found} if check else {}
     if as_json:
         objects = [_as_object(plugin, faults) for plugin in found] + [_stray_as_object(stray) for stray in strays]
         print(json.dumps(objects, indent=2))

@@ -15,7 +15,7 @@ from octavo.core.sampling_params import SamplingParams, has_lone_surrogate
 from octavo.core.scheduler import Scheduler
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import StepPlan, StepResult
-from octavo.errors import EngineClosedError, InvalidRequestError, StepError
+from octavo.errors import EngineClosedError, InvalidRequestError, StepError, describe_with_place
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_REQUEST_ID_CHARS = 512
@@ -162,10 +162,10 @@ class EngineCore:
             result = runner.run(plan)
         except BaseException as cause:
             request_ids = self.scheduler.roll_back(plan)
-            if not isinstance(cause, Exception):
+            if isinstance(cause, KeyboardInterrupt):
                 raise
             raise StepError(
-                f"A step of {plan.num_tokens} tokens failed and was undone: {_described(cause)}",
+                f"A step of {plan.num_tokens} tokens failed and was undone: {describe_with_place(cause)}",
                 request_ids=request_ids,
             ) from cause
         return self.scheduler.update_from_output(plan, result)
@@ -240,12 +240,6 @@ class EngineCore:
                 "choose hash_function='sha256', or leave the salt out.",
                 parameter="cache_salt",
             )
-
-
-def _described(cause: BaseException) -> str:
-    """Return what was raised, and where, as far as notes say so."""
-    message = f": {cause}" if str(cause) else ""
-    return f"{type(cause).__name__}{message}" + "".join(f" ({note})" for note in getattr(cause, "__notes__", ()))
 
 
 def _as_id(given: Any, vocab_size: int) -> int | None:

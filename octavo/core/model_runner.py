@@ -50,7 +50,19 @@ class ModelRunner:
         """Run the model; return the logits of the entries that sample, None when none does. [num_samples, vocab]"""
         batch = StepBatch(plan, self._layers, self.device)
         hidden = self.model.forward(batch)
-        return self.model.logits(hidden[batch.sample_rows]) if plan.samples.any() else None
+        if not isinstance(hidden, Tensor) or hidden.shape[:1] != (plan.num_tokens,):
+            raise TypeError(f"{self._model_name}.forward returned {_shape_of(hidden)} for {plan.num_tokens} tokens")
+        num_samples = int(plan.samples.sum())
+        if not num_samples:
+            return None
+        logits = self.model.logits(hidden[batch.sample_rows])
+        if not isinstance(logits, Tensor) or logits.shape[:1] != (num_samples,):
+            raise TypeError(f"{self._model_name}.logits returned {_shape_of(logits)} for {num_samples} rows")
+        return logits
+
+    @property
+    def _model_name(self) -> str:
+        return f"{type(self.model).__module__}.{type(self.model).__qualname__}"
 
 
 def allocate_kv_cache(config: KVCacheConfig, device: str) -> list[Tensor]:
@@ -66,6 +78,10 @@ def allocate_kv_cache(config: KVCacheConfig, device: str) -> list[Tensor]:
     if device == "cpu":
         return [torch.from_numpy(np.zeros(shape, np.uint8)) for _ in range(num_slots)]
     return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+
+
+def _shape_of(result: object) -> str:
+    return f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
 
 
 def try_bind(backend: AttentionBackend, spec: KVCacheSpec, device: str) -> None:

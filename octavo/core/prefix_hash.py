@@ -31,6 +31,10 @@ def check_hash_function(hash_function: HashFunction) -> None:
         PluginContractError: Its digests are no bytes, too short, not always as long, or not always the same.
     """
     name = type(hash_function).__qualname__
+    if hash_function.encoding not in ("framed", "cbor"):
+        raise PluginContractError(
+            f"The hash function {name} has the encoding {hash_function.encoding!r}; it must be 'framed' or 'cbor'."
+        )
     inputs = (b"", b"0", b"octavo", bytes(range(256)) * 9)
     digests = [hash_function.digest(data) for data in inputs]
     for digest in digests:
@@ -82,6 +86,8 @@ class PrefixHasher:
         self.block_size = block_size
         self.root = root
         self._digest = hash_function.digest
+        self._name = type(hash_function).__qualname__
+        self._key_bytes = len(hash_function.digest(b""))
         self._is_framed = hash_function.encoding == "framed"
         self._encode = {"framed": _encode_framed, "cbor": _encode_cbor}[hash_function.encoding]
 
@@ -103,19 +109,34 @@ class PrefixHasher:
         for block in range(first, end):
             parent = keys[-1] if keys else self.root
             extra = first_block_extra if block == 0 else ()
-            keys.append(self._digest(self._encode(parent, token_ids[block * size : (block + 1) * size], extra)))
+            keys.append(self._key(self._encode(parent, token_ids[block * size : (block + 1) * size], extra)))
 
     def _extend_framed(self, keys: list[bytes], token_ids: "array[int]", first_block_extra: Sequence[ExtraKey]) -> None:
         """As `extend`, for many blocks: all but the first differ in their parent and tokens alone."""
-        size, digest = self.block_size, self._digest
+        size, digest, key_bytes = self.block_size, self._digest, self._key_bytes
         if not keys:
-            keys.append(digest(_encode_framed(self.root, token_ids[:size], first_block_extra)))
+            keys.append(self._key(_encode_framed(self.root, token_ids[:size], first_block_extra)))
         parent, num_bytes = keys[-1], size * token_ids.itemsize
         head = struct.pack("<III", len(parent), size, 0)
         data = token_ids.tobytes()
         for start in range(len(keys) * num_bytes, len(data) - num_bytes + 1, num_bytes):
             parent = digest(head + parent + data[start : start + num_bytes])
+            if type(parent) is not bytes or len(parent) != key_bytes:
+                raise self._fault_of(parent)
             keys.append(parent)
+
+    def _key(self, encoded: bytes) -> bytes:
+        key = self._digest(encoded)
+        # A short key stands for many blocks, and whoever has it would be given another's keys and values.
+        if type(key) is not bytes or len(key) != self._key_bytes:
+            raise self._fault_of(key)
+        return key
+
+    def _fault_of(self, key: object) -> PluginContractError:
+        return PluginContractError(
+            f"The hash function {self._name} returns {key!r} as a digest, and returned {self._key_bytes} bytes before; "
+            "it must return as many bytes for each input."
+        )
 
 
 def _encode_framed(parent: bytes, token_ids: "array[int]", extra_keys: Sequence[ExtraKey]) -> bytes:

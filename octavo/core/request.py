@@ -40,6 +40,7 @@ class Request:
     """
 
     __slots__ = (
+        "__weakref__",
         "arrival",
         "block_keys",
         "choice",

@@ -23,7 +23,7 @@ from octavo.core.request_table import RequestTable
 from octavo.core.scheduled import Entries, Scheduled, make_plan, row_sampling
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import RowSampling, StepPlan, StepResult
-from octavo.errors import InvalidRequestError, PluginContractError
+from octavo.errors import InvalidRequestError, PluginBroken, PluginContractError, describe
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,15 @@ class Scheduler:
             )
         self.check_admissible(request.num_tokens)
         # The queue first: it may be somebody else's code, and raise.
-        self.waiting.add_request(request)
+        try:
+            self.waiting.add_request(request)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as cause:
+            raise PluginBroken(
+                f"The request queue {type(self.waiting).__qualname__} raised {describe(cause)} when it was given the "
+                f"request {request.request_id!r}, which was not added."
+            ) from cause
         self._requests[request.request_id] = request
 
     def check_admissible(self, num_prompt_tokens: int) -> None:

@@ -48,7 +48,13 @@ def check_contract(family: Family, loaded: Any, shown: str, package: str, *, is_
     _check_version(subject, _stated_version(loaded, is_built_in), package)
     _check_options(subject, loaded)
     if contract is not None:
-        for fault in [*_missing_attributes(contract, loaded), *_signature_faults(family, contract, loaded)]:
+        faults = (
+            *_missing_attributes(contract, loaded),
+            *_attribute_faults(contract, loaded),
+            *_method_faults(contract, loaded),
+            *_signature_faults(family, contract, loaded),
+        )
+        for fault in faults:
             raise PluginContractError(f"{subject} {fault}")
 
 
@@ -101,6 +107,11 @@ def _check_options(subject: str, loaded: Any) -> None:
     schema = getattr(loaded, "Options", None)
     if schema is None:
         return
+    if isinstance(loaded, ModuleType):
+        raise PluginContractError(
+            f"{subject} has Options, and is a module, which nobody gives them to; make it a class whose constructor "
+            "takes options."
+        )
     from pydantic import BaseModel
 
     if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
@@ -112,6 +123,32 @@ def _missing_attributes(contract: type, loaded: type) -> Iterator[str]:
     for name in contract.__annotations__:
         if not hasattr(contract, name) and not hasattr(loaded, name):
             yield f"does not set {name}."
+
+
+def _attribute_faults(contract: type, loaded: type) -> Iterator[str]:
+    """Yield the flags and words that are of another type than the contract's: any object would count as true."""
+    for name in contract.__annotations__:
+        promised, stated = getattr(contract, name, None), inspect.getattr_static(loaded, name, None)
+        if isinstance(promised, bool) and not isinstance(stated, bool):
+            yield f"sets {name} to something of type {type(stated).__name__}; it must be True or False."
+        if isinstance(promised, str) and not isinstance(stated, str):
+            yield f"sets {name} to something of type {type(stated).__name__}; it must be a text such as {promised!r}."
+
+
+def _method_faults(contract: type, loaded: type) -> Iterator[str]:
+    """Yield what stands in a method's place and cannot be called, or would return before it has done anything."""
+    names = {name for name, member in vars(contract).items() if isinstance(member, METHODS)}
+    for name in sorted(names | getattr(contract, "__abstractmethods__", frozenset())):
+        own = inspect.getattr_static(loaded, name, None)
+        if name == "__init__" or isinstance(inspect.getattr_static(contract, name, None), property):
+            continue
+        function = getattr(own, "__func__", own)
+        if isinstance(own, property) or not callable(function):
+            yield f"sets {name} to something of type {type(own).__name__}; it must be a method."
+        elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            yield f"defines {name} with async, and it is called without."
+        elif inspect.isgeneratorfunction(function) and name != "__iter__":
+            yield f"defines {name} as a generator, which does nothing before somebody iterates; it must return."
 
 
 def _signature_faults(family: Family, contract: type, loaded: type) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,11 +64,11 @@ class _Listener:
     def tell(self, **told: Any) -> None:
         try:
             self._caller(**told)
-        # The user's own, in the main thread.
-        except KeyboardInterrupt:
-            raise
-        # Nothing else that an observer does may end a step or a request: neither SystemExit nor a cancelled task.
-        except BaseException:
+        # Nothing that an observer does may end a step or a request: neither SystemExit nor a cancelled task.
+        except BaseException as error:
+            # An interrupt is the user's, and comes in the main thread only.
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
             if not self._has_failed:
                 self._has_failed = True
                 logger.exception(

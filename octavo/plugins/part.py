@@ -7,10 +7,10 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from octavo.config import PluginChoice
-from octavo.errors import OctavoError, PluginBroken, PluginOptionsError
+from octavo.errors import OctavoError, PluginBroken, PluginOptionsError, describe, message_of
 from octavo.plugins.families import Family
 from octavo.plugins.registry import Plugin, Registry
 
@@ -51,11 +51,13 @@ class Part:
         """Name the plugin in what it raises, unless the error is one of Octavo's own and speaks for itself."""
         try:
             yield
-        except OctavoError:
+        except (OctavoError, KeyboardInterrupt):
             raise
-        except Exception as cause:
+        # SystemExit and the like too: no part may end the program.
+        except BaseException as cause:
             raise PluginBroken(
-                f"The {self.plugin.family.label} {self.plugin} raised {type(cause).__name__} {occasion}: {cause}"
+                f"The {self.plugin.family.label} {self.plugin} raised {type(cause).__name__} {occasion}: "
+                f"{message_of(cause)}"
             ) from cause
 
 
@@ -92,11 +94,11 @@ def checked_options(subject: str, loaded: Any, given: Mapping[str, Any]) -> Any:
         return None
     from pydantic import ValidationError
 
-    names = [field.alias or name for name, field in schema.model_fields.items()]
+    names = _option_names(schema)
     if schema.model_config.get("extra") != "allow":
         # Whatever the model's own setting: an option that nobody reads is a mistake.
         for name in given:
-            if name not in names and name not in schema.model_fields:
+            if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)
                 suggestion = f" Did you mean {close[0]!r}?" if close else ""
                 raise PluginOptionsError(
@@ -106,10 +108,55 @@ def checked_options(subject: str, loaded: Any, given: Mapping[str, Any]) -> Any:
     try:
         return schema.model_validate(copy.deepcopy(dict(given)))
     except ValidationError as error:
-        raise PluginOptionsError(" ".join(_sentence(fault, subject, schema) for fault in error.errors())) from None
+        sentences = [_sentence(fault, subject, _is_secret(schema, fault["loc"])) for fault in error.errors()]
+        raise PluginOptionsError(" ".join(sentences)) from None
+    except Exception as cause:
+        raise PluginBroken(f"T{subject[1:]} raised {describe(cause)} when it checked its options.") from cause
 
 
-def _sentence(fault: Any, subject: str, schema: type[BaseModel]) -> str:
+def _option_names(schema: type[BaseModel]) -> list[str]:
+    """Return the names that options may be given by, aliases where a field has them."""
+    return [name for names in _names_by_field(schema).values() for name in names]
+
+
+def _names_by_field(schema: type[BaseModel]) -> dict[str, list[str]]:
+    from pydantic import AliasChoices, AliasPath
+
+    by_name = schema.model_config.get("populate_by_name") or schema.model_config.get("validate_by_name")
+    names_by_field: dict[str, list[str]] = {}
+    for name, field in schema.model_fields.items():
+        alias = field.validation_alias or field.alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else [name if alias is None else alias]
+        names = [str(choice.path[0]) if isinstance(choice, AliasPath) else choice for choice in choices]
+        names_by_field[name] = [*names, name] if alias is not None and by_name else names
+    return names_by_field
+
+
+def _is_secret(schema: type[BaseModel], location: tuple[int | str, ...]) -> bool:
+    """Say whether the option that a fault is about, or something inside of it, is not to be shown."""
+    fields = schema.model_fields
+    concerned = [
+        fields[name] for name, names in _names_by_field(schema).items() if location and location[0] in (name, *names)
+    ]
+    return any(_has_secret(field) for field in concerned or fields.values())
+
+
+def _has_secret(field: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    if not field.repr or "Secret" in repr(field.annotation):
+        return True
+    inner_models = [model for model in _models_in(field.annotation) if model not in seen]
+    return any(_has_secret(inner, seen | {model}) for model in inner_models for inner in model.model_fields.values())
+
+
+def _models_in(annotation: Any) -> Iterator[Any]:
+    """Yield the pydantic models in a type, those inside of lists, unions and the like included."""
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _sentence(fault: Any, subject: str, is_secret: bool) -> str:
     name = ".".join(map(str, fault["loc"]))
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "missing":
@@ -117,7 +164,5 @@ def _sentence(fault: Any, subject: str, schema: type[BaseModel]) -> str:
     if not name:
         return f"The options of {subject} cannot go together: {message[0].lower()}{message[1:]}."
     # What a schema calls secret must not end in a log.
-    fields = {field.alias or key: field for key, field in schema.model_fields.items()} | schema.model_fields
-    is_secret = "Secret" in repr(fields.get(str(fault["loc"][0])))
     value = "not valid" if is_secret else repr(fault["input"])
     return f"The option {name!r} of {subject} is {value}: {message[0].lower()}{message[1:]}."

@@ -17,7 +17,7 @@ from typing import Any
 
 import importlib_metadata
 
-from octavo.errors import NotInstalled, PluginBroken, PluginConflict, PluginNotFound
+from octavo.errors import NotInstalled, OctavoError, PluginBroken, PluginConflict, PluginNotFound, describe
 from octavo.plugins.families import ATTENTION_BACKENDS, FAMILIES, MODELS, Family
 
 logger = logging.getLogger(__name__)
@@ -155,16 +155,26 @@ class Registry:
             from octavo.plugins.contract_check import check_contract
 
             loaded = _import(plugin)
-            check_contract(plugin.family, loaded, str(plugin), plugin.package, is_built_in=plugin.is_built_in)
+            try:
+                check_contract(plugin.family, loaded, str(plugin), plugin.package, is_built_in=plugin.is_built_in)
+            except OctavoError:
+                raise
+            # A class may run code of its own when it is looked at.
+            except Exception as cause:
+                raise PluginBroken(
+                    f"The {plugin.family.label} {plugin} raised {describe(cause)} when it was looked at"
+                ) from cause
             self._loaded[plugin] = loaded
         return self._loaded[plugin]
 
     def fault_of_name(self, plugin: Plugin) -> str | None:
         """Return what is wrong with the name that a plugin is registered under, as a sentence; None when nothing is."""
-        if ":" in plugin.name or (plugin.name == "auto" and plugin.family in (ATTENTION_BACKENDS, MODELS)):
+        is_taken = plugin.name == "auto" and plugin.family in (ATTENTION_BACKENDS, MODELS)
+        if is_taken or not re.fullmatch(r"[\w.-]+", plugin.name):
             return (
-                f"The {plugin.family.label} {plugin} uses a name that nobody can choose: 'auto' lets Octavo choose, "
-                "and a colon stands behind a package's name. Its authors must choose another name."
+                f"The {plugin.family.label} {plugin} uses a name that not every setting can carry: 'auto' lets Octavo "
+                "choose, a colon stands behind a package's name, and commas, spaces and brackets are a flag's own. Its "
+                "authors must choose another name, of letters, digits, '_', '-' and '.'."
             )
         rivals = [p for p in self.plugins(plugin.family) if p.name == plugin.name and p != plugin]
         if any(rival.is_built_in for rival in rivals):
@@ -259,8 +269,10 @@ def _import(plugin: Plugin) -> Any:
     before = set(sys.modules)
     try:
         return importlib_metadata.EntryPoint(plugin.name, plugin.target, plugin.family.group).load()
-    # A module that leaves by SystemExit is broken too; it must not take the process with it.
-    except (Exception, SystemExit) as cause:
+    except KeyboardInterrupt:
+        raise
+    # A module that leaves by SystemExit, or as a cancelled task does, is broken too; it must not take us with it.
+    except BaseException as cause:
         # Python forgets the module that raised. Forget what it had imported of its own package too, so that no half
         # of the plugin stays and another try starts from nothing.
         for name in set(sys.modules) - before:
@@ -269,9 +281,7 @@ def _import(plugin: Plugin) -> Any:
         hint = ""
         if ":" not in plugin.target and plugin.family.contract_target is not None:
             hint = ". Its entry point names no class; one is written module:Class"
-        raise PluginBroken(
-            f"The {plugin.family.label} {plugin} cannot be imported: {type(cause).__name__}: {cause}{hint}"
-        ) from cause
+        raise PluginBroken(f"The {plugin.family.label} {plugin} cannot be imported: {describe(cause)}{hint}") from cause
 
 
 def _forget_module(name: str) -> None:

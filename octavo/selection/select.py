@@ -11,8 +11,8 @@ from typing import Any
 
 from octavo.config import EngineConfig, PluginChoice, environment_warnings
 from octavo.core.interfaces import Checkpoint, ModelSpec
-from octavo.core.kv_cache_config import KVCacheGroup, make_groups
-from octavo.errors import ConfigError, PluginUnsuitable
+from octavo.core.kv_cache_config import SHORTEST_REQUEST, KVCacheGroup, make_groups
+from octavo.errors import ConfigError, PluginContractError, PluginUnsuitable
 from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import Part, choose
@@ -78,6 +78,11 @@ def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:
         spec: ModelSpec = model.part.loaded.spec_from_config(
             checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
         )
+    if not isinstance(spec, ModelSpec) or len(spec.attention_specs) != len(spec.kv_cache_specs):
+        raise PluginContractError(
+            f"The model {model.part.plugin} answers spec_from_config with something of type {type(spec).__name__}; it "
+            "must be a ModelSpec with as many attention specs as KV-cache specs."
+        )
     return ModelNeeds(checkpoint, model, spec, make_groups(spec.kv_cache_specs), device, dtype)
 
 
@@ -110,6 +115,12 @@ def _model_by_type(config: EngineConfig, registry: Registry, model_type: Any) ->
 def _check_manager(part: Part, group: KVCacheGroup) -> None:
     with part.blamed("when it was asked what it serves"):
         serves_it = isinstance(group.spec, part.loaded.serves)
+        most = part.loaded.max_blocks_per_request(group.spec, SHORTEST_REQUEST, 1) if serves_it else 1
+    if type(most) is not int or most < 1:
+        raise PluginContractError(
+            f"The KV-cache manager {part.plugin} says with max_blocks_per_request that a request of {SHORTEST_REQUEST} "
+            f"tokens holds {most!r} blocks; it must be a whole number of at least 1."
+        )
     if not serves_it:
         raise PluginUnsuitable(
             f"The KV-cache manager {part.plugin} serves {part.loaded.serves.__name__}, and the model's layers keep "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -20,13 +21,15 @@ from typing import Any, ClassVar, get_args
 
 from octavo.core.interfaces import Encoding, HashFunction
 from octavo.core.prefix_hash import PrefixHasher, hash_root
+from octavo.errors import PluginContractError
 from octavo.plugins.families import HASH_FUNCTIONS
-from octavo.plugins.registry import scan
+from octavo.plugins.registry import is_same_package, scan
 from octavo.testing.conformance import (
     ConformanceSuite,
     RuleBroken,
     SuiteMisusedError,
     check_contract_version,
+    describe,
     reproducible,
 )
 
@@ -41,7 +44,11 @@ WORKS_IN_THREADS = "Several threads may call digest at once."
 LEAVES_ITS_INPUT = "digest leaves its input as it is."
 
 # Around the block sizes of common hash functions, where padding goes wrong.
-LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 55, 56, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
+SHORT_LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 55, 56, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
+LENGTHS = (*SHORT_LENGTHS, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 3000, 4095, 4096, 4097, 5000)
+# Of long inputs, a bit of each so many bytes is changed.
+REGION_BYTES = 32
+BLOCK_SIZES = (1, 16, 32, 128, 512)
 NUM_SHORT_INPUTS = 100_000
 LARGE_INPUT_BYTES = 4 << 20
 # Two, and one that differs from run to run.
@@ -201,6 +208,27 @@ class HashFunctionSuite(ConformanceSuite):
         if self._keys(root, [1, 23, 5, 6]) != keys["[1, 23] [5, 6]"]:
             raise RuleBroken(TELLS_PREFIXES_APART, "the same prompt has other keys the second time")
 
+    @reproducible
+    def test_keys_of_blocks_of_every_size_see_each_token(self) -> None:
+        root = hash_root(self._make(), "seed of the suite")
+        for block_size in BLOCK_SIZES:
+            rng = random.Random(block_size)
+            prompt = [rng.randrange(150_000) for _ in range(3 * block_size)]
+            keys = self._keys(root, prompt, block_size=block_size)
+            seen = {key: f"block {block} as it was" for block, key in enumerate(keys)}
+            # Tokens of the first block, so that the keys of all three differ.
+            for place in range(0, block_size, max(block_size // 64, 1)):
+                for changed in (prompt[place] ^ 1, prompt[place] ^ 1 << 17):
+                    other = [*prompt[:place], changed, *prompt[place + 1 :]]
+                    for block, key in enumerate(self._keys(root, other, block_size=block_size)):
+                        what = f"block {block} with token {place} of {block_size} a block changed"
+                        if key in seen:
+                            raise RuleBroken(TELLS_PREFIXES_APART, f"{what} has the same key as {seen[key]}")
+                        seen[key] = what
+            if len({len(key) for key in seen}) > 1 or len(seen) < 3:
+                lengths = sorted({len(key) for key in seen})
+                raise RuleBroken(IS_BYTES, f"keys of blocks of {block_size} tokens have {lengths} bytes")
+
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _hash_class(self) -> type[HashFunction]:
@@ -212,16 +240,32 @@ class HashFunctionSuite(ConformanceSuite):
         return made
 
     def _keys(
-        self, root: bytes, token_ids: Sequence[int], extra: Sequence[tuple[str | int | bytes, ...]] = ()
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        extra: Sequence[tuple[str | int | bytes, ...]] = (),
+        *,
+        block_size: int = 2,
     ) -> list[bytes]:
         keys: list[bytes] = []
-        PrefixHasher(self._make(), 2, root).extend(keys, array("i", token_ids), extra)
+        try:
+            PrefixHasher(self._make(), block_size, root).extend(keys, array("i", token_ids), extra)
+        except PluginContractError as error:
+            raise RuleBroken(IS_BYTES, f"in blocks of {block_size} tokens: {error}") from error
         return keys
 
     def _digests_of_other_processes(self, inputs: Sequence[bytes]) -> list[list[str]]:
         """Return the digests in hexadecimal, for each of HASH_SEEDS."""
+        try:
+            # Not as JSON: options may be paths, secrets, or whatever their model takes.
+            options = pickle.dumps(dict(self.options)).hex()
+        except Exception as error:
+            raise SuiteMisusedError(
+                f"{type(self).__name__}.options cannot be handed to another process: {describe(error)}. Every option "
+                "must be a value that pickle takes."
+            ) from error
         question = json.dumps(
-            {"part": self._name_elsewhere(), "options": dict(self.options), "inputs": [data.hex() for data in inputs]}
+            {"part": self._name_elsewhere(), "options": options, "inputs": [data.hex() for data in inputs]}
         )
 
         def ask(seed: str) -> subprocess.CompletedProcess[str]:
@@ -262,7 +306,8 @@ def digests_elsewhere(question: dict[str, Any]) -> list[str]:
     """Answer, in a process of its own, what the digests of some inputs are.
 
     Args:
-        question: "part" is a registered name or module:class, "options" are the part's, "inputs" are hexadecimal.
+        question: "part" is a registered name or module:class, "options" are the part's, pickled, "inputs" are
+            bytes; both in hexadecimal.
     """
     import importlib
 
@@ -270,7 +315,9 @@ def digests_elsewhere(question: dict[str, Any]) -> list[str]:
     # A registered name may have a package in front of a colon too; no module has a hyphen.
     is_class = module and not _is_registered(question["part"])
     part = getattr(importlib.import_module(module), name) if is_class else scan().load(HASH_FUNCTIONS, question["part"])
-    options = {} if part.Options is None else {"options": part.Options(**question["options"])}
+    # From the suite that started this process, by a pipe.
+    given = pickle.loads(bytes.fromhex(question["options"]))  # noqa: S301
+    options = {} if part.Options is None else {"options": part.Options(**given)}
     function = part(**options)
     return [function.digest(bytes.fromhex(data)).hex() for data in question["inputs"]]
 
@@ -289,7 +336,14 @@ def corpus() -> Iterator[bytes]:
 def _changed(data: bytes, rng: random.Random) -> Iterator[bytes]:
     """Yield inputs that differ from `data`, and from each other, in one thing."""
     num_bits = 8 * len(data)
-    bits: Sequence[int] = range(num_bits) if num_bits <= 600 else sorted(rng.sample(range(num_bits), 200))
+    bits: Sequence[int] = range(num_bits)
+    if num_bits > 600:
+        regions = range(0, num_bits, 8 * REGION_BYTES)
+        bits = sorted(
+            {0, num_bits - 1, *rng.sample(bits, 200)}.union(
+                min(start + rng.randrange(8 * REGION_BYTES), num_bits - 1) for start in regions
+            )
+        )
     for bit in bits:
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
@@ -303,7 +357,9 @@ def _changed(data: bytes, rng: random.Random) -> Iterator[bytes]:
 
 def _is_registered(name: str) -> bool:
     package, _, plain = name.rpartition(":")
-    return any(plugin.package == package and plugin.name == plain for plugin in scan().plugins(HASH_FUNCTIONS))
+    return any(
+        is_same_package(plugin.package, package) and plugin.name == plain for plugin in scan().plugins(HASH_FUNCTIONS)
+    )
 
 
 def _shown(data: bytes) -> str:

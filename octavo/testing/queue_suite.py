@@ -11,7 +11,9 @@ the iteration is the order, and what the class says about priorities is so.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -39,21 +41,31 @@ PRIORITY_IS_IGNORED = "Without heeds_priority, priorities change nothing of the 
 STATES_PRIORITY = "heeds_priority is True or False."
 REQUESTS_STAY_AS_THEY_ARE = "A queue changes nothing of a request."
 QUEUES_ARE_APART = "Two queues that are given the same requests in the same way have the same order."
+NOTHING_IS_KEPT = "A queue lets go of the requests that left it."
 
 TRACE_LENGTH = 80
+# Long traces, in which many wait at a time: the first has this seed, as has, below zero, the first with priorities.
+FIRST_LONG_SEED = 1000
+NUM_LONG_TRACES = 2
+LONG_TRACE_LENGTH = 600
+# Where more wait than this, the order as a whole is looked at now and then only.
+MANY = 40
+NUM_REFILLS = 120
+
+_FIELDS = ("_arrival", "_num_tokens", "_priority", "_request_id")
 
 
 class WaitingRequest:
     """A request as a queue sees it. Equal to itself only, like those of the engine."""
 
-    __slots__ = ("_arrival", "_num_tokens", "_priority", "_request_id")
+    __slots__ = (*_FIELDS, "__weakref__")
     _arrival: int
     _num_tokens: int
     _priority: int
     _request_id: str
 
     def __init__(self, request_id: str, priority: int, arrival: int, num_tokens: int) -> None:
-        for name, value in zip(self.__slots__, (arrival, num_tokens, priority, request_id), strict=True):
+        for name, value in zip(_FIELDS, (arrival, num_tokens, priority, request_id), strict=True):
             object.__setattr__(self, name, value)
 
     @property
@@ -78,7 +90,7 @@ class WaitingRequest:
 
     def become(self, other: WaitingRequest) -> WaitingRequest:
         """Take over the numbers of another request, and return itself."""
-        for name in self.__slots__:
+        for name in _FIELDS:
             object.__setattr__(self, name, getattr(other, name))
         return self
 
@@ -107,6 +119,7 @@ class QueueWorld:
         goes_before: Says whether a preempted request has to go before one that never ran.
         heeds_priority: What the class says.
         has_third: Whether there is a third queue.
+        is_long: Whether far more requests come than go, for a long trace.
     """
 
     def __init__(
@@ -116,12 +129,14 @@ class QueueWorld:
         *,
         heeds_priority: bool,
         has_third: bool,
+        is_long: bool = False,
     ) -> None:
         self.log: list[str] = []
         self.queue, self.other = make_queue(), make_queue()
         self.without_priorities = make_queue() if has_third else None
         self._goes_before = goes_before
         self._heeds_priority = heeds_priority
+        self._weights = (12, 3, 3, 1, 1, 1) if is_long else (8, 6, 4, 2, 1, 1)
         self._waiting: list[WaitingRequest] = []
         self._running: list[WaitingRequest] = []
         self._has_run: set[WaitingRequest] = set()
@@ -129,27 +144,29 @@ class QueueWorld:
         self._twins: dict[WaitingRequest, tuple[WaitingRequest, WaitingRequest]] = {}
         self._num_arrivals = 0
         # Handed out from the end: an order that goes by addresses differs between the queues.
-        self._blank_twins = [WaitingRequest("", 0, 0, 0) for _ in range(TRACE_LENGTH)]
+        self._blank_twins = [WaitingRequest("", 0, 0, 0) for _ in range(LONG_TRACE_LENGTH if is_long else TRACE_LENGTH)]
 
     def do(self, rng: random.Random) -> None:
         """Do one operation, as the random numbers say, and check everything."""
-        operations: list[tuple[int, Callable[[random.Random], None]]] = [
-            (8, self._add),
-            (6, self._pop),
-            (4, self._prepend),
-            (2, self._remove),
-            (1, self._remove_absent),
-            (1, self._look),
-        ]
-        (operation,) = rng.choices([operation for _, operation in operations], [weight for weight, _ in operations])
+        operations: Sequence[Callable[[random.Random], None]] = (
+            self._add,
+            self._pop,
+            self._prepend,
+            self._remove,
+            self._remove_absent,
+            self._look,
+        )
+        (operation,) = rng.choices(operations, self._weights)
         operation(rng)
-        self._check()
+        if len(self._waiting) <= MANY or rng.random() < 0.05:
+            self._check()
 
     def end(self) -> None:
         """Pop everything, and check that nothing is left."""
         while self._waiting:
             self._take_next()
-            self._check()
+            if len(self._waiting) <= MANY or not len(self._waiting) % 20:
+                self._check()
         for method in (self.queue.peek_request, self.queue.pop_request):
             try:
                 found = method()
@@ -163,7 +180,9 @@ class QueueWorld:
     def _add(self, rng: random.Random) -> None:
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        numbers = rng.choice((-1, 0, 0, 3)), arrival, rng.choice((1, 5, 5, 40))
+        # Many alike, and some that are far from all others.
+        priority = rng.choice((-1, 0, 0, 3, rng.randint(-1000, 1000)))
+        numbers = priority, arrival, rng.choice((1, 5, 5, 40, rng.randint(1, 5000)))
         request = WaitingRequest(f"r{arrival}", *numbers)
         self._twins[request] = (self._blank_twins.pop().become(request), WaitingRequest(f"r{arrival}", 0, *numbers[1:]))
         self.log.append(f"add {request}, priority {request.priority}, {request.num_tokens} tokens")
@@ -333,13 +352,13 @@ class RequestQueueSuite(ConformanceSuite):
 
     @reproducible
     def test_random_requests_come_out_once_and_in_order(self) -> None:
-        for seed in range(self.num_traces):
+        for seed in (*range(self.num_traces), *range(FIRST_LONG_SEED, FIRST_LONG_SEED + NUM_LONG_TRACES)):
             self.reproduce(seed=seed)
 
     @reproducible
     def test_priorities_play_the_part_that_the_class_states(self) -> None:
         # Apart from the traces above, which show whether the order can be compared at all.
-        for seed in range(-1, -1 - self.num_traces, -1):
+        for seed in (*range(-1, -1 - self.num_traces, -1), -FIRST_LONG_SEED):
             self.reproduce(seed=seed)
 
     @reproducible
@@ -351,27 +370,69 @@ class RequestQueueSuite(ConformanceSuite):
             raise RuleBroken(QUEUES_ARE_APART, f"a request was added to one, and the other has {list(second)}")
         first.remove_request(request)
 
+    @reproducible
+    def test_a_queue_can_be_emptied_and_filled_again(self) -> None:
+        queue, arrival = self._make(), 0
+        for _ in range(NUM_REFILLS):
+            requests = [WaitingRequest(f"r{number}", 0, number, 5) for number in range(arrival, arrival + 3)]
+            arrival += len(requests)
+            for request in requests:
+                queue.add_request(request)
+            popped = [queue.pop_request()]
+            queue.prepend_request(popped.pop())
+            while queue:
+                popped.append(queue.pop_request())
+                if len(queue) != len(requests) - len(popped) or len(list(queue)) != len(queue):
+                    raise RuleBroken(LENGTH_IS_RIGHT, f"len is {len(queue)} after {popped} of {requests} came out")
+            if sorted(map(id, popped)) != sorted(map(id, requests)):
+                raise RuleBroken(COMES_OUT_ONCE, f"{requests} were added, and {popped} came out")
+
+    @reproducible
+    def test_requests_that_left_are_not_kept(self) -> None:
+        queue = self._make()
+        requests = [WaitingRequest(f"r{number}", 0, number, 5) for number in range(20)]
+        left = {request.request_id: weakref.ref(request) for request in requests}
+        for request in requests:
+            queue.add_request(request)
+        for request in requests[::3]:
+            queue.remove_request(request)
+        preempted = queue.pop_request()
+        queue.prepend_request(preempted)
+        while queue:
+            queue.pop_request()
+        # A queue may clear away what was removed when it is next used.
+        other = WaitingRequest("other", 0, len(requests), 5)
+        queue.add_request(other)
+        queue.pop_request()
+        del request, requests, preempted
+        gc.collect()
+        kept = [request_id for request_id, reference in left.items() if reference() is not None]
+        if kept:
+            raise RuleBroken(NOTHING_IS_KEPT, f"{', '.join(kept)} left the queue, and are still held")
+
     def reproduce(self, *, seed: int, keep: Sequence[int] | None = None) -> None:
         """Run one random trace again.
 
         Args:
             seed: As a failure gave it; below zero a queue that ignores priorities is compared with one that is given
-                none.
+                none, and from 1000 on, or up to -1000, the trace is long and many wait.
             keep: The operations to do, all by default.
 
         Raises:
             RuleBroken: As the first time, if nothing was mended since.
         """
         queue = self._queue_class()
+        is_long = abs(seed) >= FIRST_LONG_SEED
         check_trace(
             lambda: QueueWorld(
                 self._make,
                 self.goes_before,
                 heeds_priority=bool(queue.heeds_priority),
                 has_third=seed < 0 and not queue.heeds_priority,
+                is_long=is_long,
             ),
             seed,
-            range(TRACE_LENGTH) if keep is None else keep,
+            range(LONG_TRACE_LENGTH if is_long else TRACE_LENGTH) if keep is None else keep,
             lambda operations: one_liner(type(self), f"reproduce(seed={seed}, keep={[*operations]})"),
             queue.__name__,
         )

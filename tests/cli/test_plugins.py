@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from fake_packages import BACKEND, QUEUE, install
 
 import octavo
@@ -232,9 +233,9 @@ def test_a_name_with_a_colon_is_a_fault(site, capsys):
     install(site, "their-package", "[octavo.request_queues]\nmy:queue = their_module:Queue\n", their_module=QUEUE)
     assert faults(capsys) == {
         "my:queue": (
-            "The request queue my:queue (their_module:Queue, from their-package 1.0) uses a name that nobody can "
-            "choose: 'auto' lets Octavo choose, and a colon stands behind a package's name. Its authors must choose "
-            "another name."
+            "The request queue my:queue (their_module:Queue, from their-package 1.0) uses a name that not every "
+            "setting can carry: 'auto' lets Octavo choose, a colon stands behind a package's name, and commas, spaces "
+            "and brackets are a flag's own. Its authors must choose another name, of letters, digits, '_', '-' and '.'."
         )
     }
 
@@ -294,3 +295,35 @@ def test_a_package_that_registers_nothing_is_named(site, capsys):
     assert capsys.readouterr().err == (
         "octavo: No package called 'nothing' is installed that registers a part of Octavo's.\n"
     )
+
+
+# -- packages that misbehave ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        (f"print('hello')\n{QUEUE}", None),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
+        (
+            "class Odd(BaseException):\n    def __str__(self): raise ValueError\nraise Odd",
+            "Odd: (its message cannot be made)",
+        ),
+        ("import sys\nsys.exit('no gpu')", "SystemExit: no gpu"),
+    ],
+)
+def test_the_list_is_whole_and_its_json_is_json_whatever_a_package_does_when_it_is_imported(
+    site, capsys, source, cause
+):
+    install(site, "their-package", "[octavo.request_queues]\ntheirs = their_module:Queue\n", their_module=source)
+    scan.cache_clear()
+    assert run(["plugins", "--check", "--json"]) == (0 if cause is None else 1)
+    found = {row["name"]: row["fault"] for row in json.loads(capsys.readouterr().out)}
+    assert {"fcfs", "torch_sdpa", "theirs"} <= found.keys()
+    if cause is None:
+        assert found["theirs"] is None
+    else:
+        assert found["theirs"] == (
+            f"The request queue theirs (their_module:Queue, from their-package 1.0) cannot be imported: {cause}"
+        )

@@ -195,3 +195,44 @@ def test_digests_that_change_from_call_to_call_are_refused():
 def test_what_a_hash_function_raises_is_not_hidden():
     with pytest.raises(OverflowError, match="too much"):
         check_hash_function(Odd(lambda *_: (_ for _ in ()).throw(OverflowError("too much"))))
+
+
+@pytest.mark.parametrize("function", ALL)
+@pytest.mark.parametrize("extra", [(), (("salt", "x"),)])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_keys_do_not_depend_on_how_many_blocks_are_hashed_at_a_time(function, extra, block_size):
+    token_ids = array("i", [(7 * number) % 1000 for number in range(16 * 9 + 5)])
+    hasher = PrefixHasher(function(), block_size, b"r" * 32)
+    at_once: list[bytes] = []
+    hasher.extend(at_once, token_ids, extra)
+    one_by_one: list[bytes] = []
+    for end in range(len(token_ids) + 1):
+        hasher.extend(one_by_one, token_ids[:end], extra)
+    in_two: list[bytes] = []
+    hasher.extend(in_two, token_ids[:40], extra)
+    hasher.extend(in_two, token_ids, extra)
+    assert at_once == one_by_one == in_two
+    assert len(set(at_once)) == len(token_ids) // block_size
+
+
+class ShortForBlocks(Sha256):
+    """Returns something else for the bytes of a block of two tokens."""
+
+    answer: object = b""
+
+    def digest(self, data):
+        return super().digest(data) if len(data) < 50 else self.answer
+
+
+@pytest.mark.parametrize("answer", [b"", b"short", "text" * 8, None])
+@pytest.mark.parametrize("num_tokens", [2, 4, 6])
+def test_a_digest_of_another_length_than_before_is_refused_before_it_becomes_a_key(answer, num_tokens):
+    function = type("Odd", (ShortForBlocks,), {"answer": answer})()
+    keys: list[bytes] = []
+    with pytest.raises(PluginContractError) as caught:
+        PrefixHasher(function, 2, b"r" * 32).extend(keys, array("i", range(num_tokens)))
+    assert str(caught.value) == (
+        f"The hash function Odd returns {answer!r} as a digest, and returned 32 bytes before; it must return as many "
+        "bytes for each input."
+    )
+    assert keys == []

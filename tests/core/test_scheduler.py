@@ -4,7 +4,7 @@ import pytest
 
 from octavo.core.kv_cache_manager import Fit
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import InvalidRequestError, PluginContractError, StepError
+from octavo.errors import InvalidRequestError, PluginBroken, PluginContractError, StepError
 from octavo.request_queues import FCFSQueue
 from octavo.testing.engines import Finished, assert_nothing_leaks, collect, make_hashing_engine, run_to_end
 from octavo.testing.hashing_runner import expected_tokens
@@ -503,8 +503,12 @@ class PickyQueue(FCFSQueue):
 
 def test_a_request_that_the_queue_refuses_leaves_nothing_behind(make_kv):
     engine, _ = make_hashing_engine(make_kv(20, 4), PickyQueue())
-    with pytest.raises(RuntimeError, match="too long for me"):
+    with pytest.raises(PluginBroken) as caught:
         engine.add_request("long", range(10), SamplingParams(max_tokens=2))
+    assert str(caught.value) == (
+        "The request queue PickyQueue raised RuntimeError: too long for me when it was given the request 'long', which "
+        "was not added."
+    )
     assert not engine.has_unfinished_requests()
     engine.add_request("short", [1, 2, 3], SamplingParams(max_tokens=2))
     assert list(run_to_end(engine)) == ["short"]

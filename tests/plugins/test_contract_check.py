@@ -8,7 +8,7 @@ import pytest
 from fake_packages import BACKEND, QUEUE, fresh_scan, install, install_queue
 
 from octavo.core.interfaces import CONTRACT_VERSION
-from octavo.errors import PluginContractError
+from octavo.errors import PluginBroken, PluginContractError
 from octavo.plugins.families import ATTENTION_BACKENDS, HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
 
 QUEUE_SUBJECT = "The request queue theirs (their_module:Queue, from their-package 1.0)"
@@ -359,6 +359,78 @@ def test_a_constructor_that_needs_something_where_the_contract_gives_nothing_is_
 )
 def test_a_constructor_that_can_be_called_as_it_will_be_may_be_written_in_any_way(site, body):
     assert load(site, ATTENTION_BACKENDS, "Backend", BARE_BACKEND + body).__name__ == "Backend"
+
+
+# -- flags, words and methods ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (
+            "    def writes_before_reads(self): return False\n",
+            "sets writes_before_reads to something of type function; it must be True or False.",
+        ),
+        (
+            "    writes_before_reads = 'no'\n",
+            "sets writes_before_reads to something of type str; it must be True or False.",
+        ),
+        (
+            "    writes_before_reads = property(lambda self: False)\n",
+            "sets writes_before_reads to something of type property; it must be True or False.",
+        ),
+        ("    plan = None\n", "sets plan to something of type NoneType; it must be a method."),
+        ("    plan = property(lambda self: self)\n", "sets plan to something of type property; it must be a method."),
+        ("    async def plan(self, batch): ...\n", "defines plan with async, and it is called without."),
+        (
+            "    def attend(self, query, kv_cache, plan, *, sinks=None, return_lse=False): yield\n",
+            "defines attend as a generator, which does nothing before somebody iterates; it must return.",
+        ),
+    ],
+)
+def test_what_stands_where_a_flag_or_a_method_should_is_refused(site, body, fault):
+    assert refusal(load, site, ATTENTION_BACKENDS, "Backend", BACKEND + body) == f"{BACKEND_SUBJECT} {fault}"
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("    heeds_priority = 'yes'\n", "sets heeds_priority to something of type str; it must be True or False."),
+        ("    __len__ = None\n", "sets __len__ to something of type NoneType; it must be a method."),
+        ("    __iter__ = 5\n", "sets __iter__ to something of type int; it must be a method."),
+    ],
+)
+def test_a_queue_is_looked_at_as_closely(site, body, fault):
+    assert refusal(load_queue, site, QUEUE + body) == f"{QUEUE_SUBJECT} {fault}"
+
+
+def test_a_class_that_raises_when_it_is_looked_at_is_broken(site):
+    source = QUEUE.replace(
+        "class Queue(FCFSQueue):",
+        """
+class Meta(type(FCFSQueue)):
+    @property
+    def Options(cls): raise RuntimeError("hands off")
+
+class Queue(FCFSQueue, metaclass=Meta):""",
+    )
+    with pytest.raises(PluginBroken) as caught:
+        load_queue(site, source)
+    assert str(caught.value) == f"{QUEUE_SUBJECT} raised RuntimeError: hands off when it was looked at"
+
+
+def test_a_module_of_hooks_with_options_is_refused_since_nobody_would_give_it_them(site):
+    source = (
+        "import octavo\nfrom pydantic import BaseModel\ncontract_version = 1\nclass Options(BaseModel): ...\n"
+        "@octavo.hookimpl\ndef step_finished(): ...\n"
+    )
+    install(site, "their-package", f"[{HOOKS.group}]\ntheirs = their_module\n", their_module=source)
+    with pytest.raises(PluginContractError) as caught:
+        fresh_scan().load(HOOKS, "theirs")
+    assert str(caught.value) == (
+        "The observer theirs (their_module, from their-package 1.0) has Options, and is a module, which nobody gives "
+        "them to; make it a class whose constructor takes options."
+    )
 
 
 # -- what it takes ----------------------------------------------------------------------------------------------

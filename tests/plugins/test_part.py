@@ -136,7 +136,27 @@ NO_OPTIONS = f"options must be a table of names and values: {FORM}"
 def test_what_is_no_choice_is_refused(written, fault):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_flat(request_queue=written)
-    assert str(caught.value) == f"request_queue is {written!r}: {fault}."
+    shown = repr(written)
+    if isinstance(written, dict):
+        shown = "a table of " + (", ".join(map(repr, written)) or "nothing")
+    assert str(caught.value) == f"request_queue is {shown}: {fault}."
+
+
+def test_a_choice_that_is_wrong_is_shown_without_the_values_of_its_options():
+    secret = {"name": "theirs", "options": {"key": "hunter2"}, "size": 1}
+    for settings in ({"request_queue": secret}, {"hooks": [secret]}, {"kv_managers": {"full_attention": secret}}):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_flat(**settings)
+        assert "'size' is no part of a choice" in str(caught.value)
+        assert "hunter2" not in str(caught.value)
+    choice = PluginChoice("theirs", {"key": "hunter2"})
+    assert "hunter2" not in f"{choice!r} {choice} {EngineConfig.from_flat(request_queue=choice)!r}"
+    assert (str(choice), repr(choice)) == ("theirs with key", "PluginChoice('theirs with key')")
+
+
+def test_options_that_cannot_be_copied_are_refused():
+    with pytest.raises(ConfigError, match="options must be plain values, which can be copied"):
+        EngineConfig.from_flat(request_queue=PluginChoice("theirs", {"numbers": (n for n in range(3))}))
 
 
 def test_all_that_is_no_part_of_a_choice_is_named_in_the_order_in_which_it_is_written():
@@ -150,7 +170,7 @@ def test_a_flag_that_is_no_toml_is_refused_with_an_example():
     with pytest.raises(ConfigError) as caught:
         make_config(None, {"request_queue": "{ name: x }"})
     sentence = str(caught.value)
-    assert sentence.startswith("--request-queue is '{ name: x }', which cannot be read as TOML: ")
+    assert sentence.startswith("--request-queue cannot be read as TOML: ")
     assert sentence.endswith('. A part with options is written { name = "my_part", options = { size = 64 } }.')
 
 
@@ -288,3 +308,85 @@ def test_a_secret_option_is_not_in_what_is_said_of_it(site):
     )
     part = choose(fresh_scan(), REQUEST_QUEUES, PluginChoice("theirs", {"key": "a long enough password"}))
     assert "password" not in repr(part.options)
+
+
+SECRETS = """
+from pydantic import BaseModel, Field, SecretStr
+from typing import Annotated
+
+class Auth(BaseModel):
+    key: {kind}
+    size: int = 1
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["SecretStr = Field(min_length=20)", "Annotated[str, Field(repr=False, min_length=20)]"]
+)
+@pytest.mark.parametrize("given", [{"auth": {"key": "hunter2"}}, {"auth": "hunter2"}, {"auths": [{"key": "hunter2"}]}])
+def test_a_secret_inside_of_an_option_is_not_in_what_is_said_of_it_either(site, kind, given):
+    options = "    class Options(BaseModel):\n        auth: Auth | None = None\n        auths: list[Auth] = []\n"
+    constructor = "    def __init__(self, *, options):\n        super().__init__()\n"
+    install_queue(site, SECRETS.replace("{kind}", kind) + QUEUE + options + constructor)
+    said = refusal(PluginOptionsError, PluginChoice("theirs", given))
+    assert "not valid" in said
+    assert "hunter2" not in said
+
+
+ALIASES = """
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+class Queue(__import__("octavo.request_queues").request_queues.FCFSQueue):
+    contract_version = 1
+
+    class Options(BaseModel):
+        {config}
+        size: int = Field(default=1, {alias})
+
+    def __init__(self, *, options):
+        super().__init__()
+        self.options = options
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "alias", "taken", "refused"),
+    [
+        ("", "alias='tile'", ["tile"], ["size"]),
+        ("", "validation_alias='tile'", ["tile"], ["size"]),
+        ("", "validation_alias=AliasChoices('tile', 'block')", ["tile", "block"], ["size"]),
+        ("model_config = ConfigDict(populate_by_name=True)", "alias='tile'", ["tile", "size"], ["block"]),
+    ],
+)
+def test_an_option_is_taken_by_the_names_that_its_schema_reads_and_by_no_other(site, config, alias, taken, refused):
+    install_queue(site, ALIASES.replace("{config}", config or "pass").replace("{alias}", alias))
+    assert [options_of(PluginChoice("theirs", {name: 5})).size for name in taken] == [5] * len(taken)
+    for name in refused:
+        said = refusal(PluginOptionsError, PluginChoice("theirs", {name: 5}))
+        assert said.startswith(f"T{SUBJECT[1:]} does not take the option {name!r}.")
+        assert said.endswith(f"It takes: {', '.join(taken)}.")
+
+
+def test_a_schema_that_raises_something_else_is_broken(site):
+    options = "    class Options(BaseModel):\n        k: int = 1\n        @field_validator('k')\n"
+    options += "        def check(cls, value): raise KeyError('oops')\n"
+    constructor = "    def __init__(self, *, options):\n        super().__init__()\n"
+    install_queue(site, f"from pydantic import BaseModel, field_validator\n{QUEUE}{options}{constructor}")
+    assert refusal(PluginBroken, PluginChoice("theirs", {"k": 2})) == (
+        f"T{SUBJECT[1:]} raised KeyError: 'oops' when it checked its options."
+    )
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(0)", "__import__('asyncio').CancelledError()", "GeneratorExit()"])
+def test_no_part_ends_the_program_when_it_is_made(site, raised):
+    install_queue(site, f"{QUEUE}\n    def __init__(self): raise {raised}\n")
+    with pytest.raises(PluginBroken, match=r"raised .* when it was made"):
+        choose(fresh_scan(), REQUEST_QUEUES, PluginChoice("theirs")).create()
+
+
+def test_an_error_whose_message_cannot_be_made_is_named_all_the_same(site):
+    source = "class Odd(Exception):\n    def __str__(self): raise ValueError\n"
+    install_queue(site, f"{source}{QUEUE}\n    def __init__(self): raise Odd\n")
+    with pytest.raises(PluginBroken) as caught:
+        choose(fresh_scan(), REQUEST_QUEUES, PluginChoice("theirs")).create()
+    assert str(caught.value) == f"T{SUBJECT[1:]} raised Odd when it was made: (its message cannot be made)"

@@ -198,12 +198,13 @@ def test_a_colon_without_a_package_stands_for_no_name():
     )
 
 
-@pytest.mark.parametrize("name", ["their:queue", ":queue", "queue:"])
+@pytest.mark.parametrize("name", ["their:queue", ":queue", "queue:", "a,b", "{a", "a b", ""])
 def test_a_name_that_nobody_can_choose_is_a_fault(name):
     plugin = queue_plugin(name, "my-parts", "m:Queue")
     assert Registry([queue_plugin("fcfs"), plugin]).fault_of_name(plugin) == (
-        f"The request queue {name} (m:Queue, from my-parts 1.0) uses a name that nobody can choose: 'auto' lets Octavo "
-        "choose, and a colon stands behind a package's name. Its authors must choose another name."
+        f"The request queue {name} (m:Queue, from my-parts 1.0) uses a name that not every setting can carry: 'auto' "
+        "lets Octavo choose, a colon stands behind a package's name, and commas, spaces and brackets are a flag's own. "
+        "Its authors must choose another name, of letters, digits, '_', '-' and '.'."
     )
 
 
@@ -211,8 +212,9 @@ def test_a_name_that_nobody_can_choose_is_a_fault(name):
 def test_auto_is_no_name_where_octavo_can_choose(family):
     plugin = Plugin(family, "auto", "m:Part", "my-parts", "1.0")
     assert Registry([plugin]).fault_of_name(plugin) == (
-        f"The {family.label} auto (m:Part, from my-parts 1.0) uses a name that nobody can choose: 'auto' lets Octavo "
-        "choose, and a colon stands behind a package's name. Its authors must choose another name."
+        f"The {family.label} auto (m:Part, from my-parts 1.0) uses a name that not every setting can carry: 'auto' "
+        "lets Octavo choose, a colon stands behind a package's name, and commas, spaces and brackets are a flag's own. "
+        "Its authors must choose another name, of letters, digits, '_', '-' and '.'."
     )
     assert Registry([queue := queue_plugin("auto", "my-parts")]).fault_of_name(queue) is None
 

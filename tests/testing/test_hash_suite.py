@@ -3,10 +3,11 @@
 import hashlib
 import os
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from octavo.core.interfaces import CONTRACT_VERSION, HashFunction
 from octavo.testing import HashFunctionSuite, conformance, hash_suite
@@ -146,6 +147,32 @@ class SeesTheFirstMegabyte(Sha3):
         return super().digest(data[: 1 << 20])
 
 
+@breaks(hash_suite.SEES_EVERYTHING)
+class SkipsTheMiddleOfLongInputs(Sha3):
+    def digest(self, data):
+        return super().digest(data if len(data) < 2000 else data[:1000] + data[-1000:] + b"%d" % len(data))
+
+
+@breaks(hash_suite.SEES_EVERYTHING)
+class SeesTheFirst4000BytesOfFewMore(Sha3):
+    def digest(self, data):
+        return super().digest(data[:4000] + b"%d" % len(data) if len(data) < 10_000 else data)
+
+
+@breaks(hash_suite.TELLS_PREFIXES_APART)
+class IsWrongForBlocksOf128Tokens(Sha3):
+    """Sees but the first bytes of what a parent, a header and 128 tokens make."""
+
+    def digest(self, data):
+        return super().digest(data[:300] if len(data) == 12 + 32 + 4 * 128 else data)
+
+
+@breaks(hash_suite.IS_BYTES)
+class IsLongerForBlocksOf32Tokens(Sha3):
+    def digest(self, data):
+        return super().digest(data) + bytes(len(data) == 12 + 32 + 4 * 32)
+
+
 @breaks(hash_suite.DOES_NOT_COLLIDE)
 class Has24Bits(Sha3):
     def digest(self, data):
@@ -222,6 +249,29 @@ def test_a_hash_function_can_be_given_by_name_and_a_local_class_cannot_be_checke
     suite.hash_function = Local
     with pytest.raises(SuiteMisusedError, match="put the class at the top of a module"):
         suite.test_every_process_gets_the_same_digests()
+
+
+def test_a_package_may_be_spelled_in_any_way():
+    suite = type("Suite", (HashFunctionSuite,), {"hash_function": "OCTAVO:blake2b"})()
+    suite.test_every_process_gets_the_same_digests()
+
+
+class WithSecrets(Sha3):
+    class Options(BaseModel):
+        key: SecretStr
+        file: Path
+
+    def __init__(self, *, options):
+        self._start = (options.key.get_secret_value() + str(options.file)).encode()
+
+    def digest(self, data):
+        return super().digest(self._start + data)
+
+
+def test_options_reach_another_process_whatever_they_are():
+    suite = type("Suite", (HashFunctionSuite,), {"hash_function": WithSecrets})()
+    suite.options = {"key": SecretStr("secret"), "file": Path("some") / "file"}
+    suite.test_every_process_gets_the_same_digests()
 
 
 def test_options_for_a_hash_function_that_takes_none_are_a_misuse():

@@ -187,6 +187,54 @@ class HasOneIterator(Fifo):
         return self._requests[self._place]
 
 
+@breaks(queue_suite.COMES_OUT_ONCE)
+class HoldsAHundredAtMost(Fifo):
+    def add_request(self, request):
+        if len(self) < 100:
+            super().add_request(request)
+
+
+@breaks(queue_suite.PRIORITY_IS_HEEDED)
+class ClampsPriorities(PriorityQueue):
+    def key(self, request, has_run):
+        return max(-100, min(request.priority, 100)), request.arrival
+
+
+@breaks(queue_suite.LENGTH_IS_RIGHT)
+class MiscountsAfterManyRefills(Fifo):
+    num_refills = 0
+
+    def pop_request(self):
+        request = super().pop_request()
+        self.num_refills += not self._requests
+        return request
+
+    def __len__(self):
+        return super().__len__() + (self.num_refills > 100 and super().__len__() == 1)
+
+
+@breaks(queue_suite.NOTHING_IS_KEPT)
+class KeepsAHistory(Fifo):
+    def __init__(self):
+        super().__init__()
+        self._history = []
+
+    def pop_request(self):
+        self._history.append(super().pop_request())
+        return self._history[-1]
+
+
+@breaks(queue_suite.NOTHING_IS_KEPT)
+class KeepsTheRemoved(Fifo):
+    def __init__(self):
+        super().__init__()
+        self._removed = []
+
+    def remove_request(self, request):
+        super().remove_request(request)
+        self._removed.append(request)
+
+
 @breaks(queue_suite.EMPTY_IS_AN_INDEX_ERROR)
 class ShowsNone(Fifo):
     def peek_request(self):

@@ -228,4 +228,5 @@ class AttentionBackend(ABC):
             One row per query row, same order and dtype. [num_tokens, num_query_heads, head_dim_v]
             With `return_lse` also the natural log-sum-exp of the scores, sinks included, float32.
             [num_tokens, num_query_heads]
+            The result belongs to the caller: a later call must not change it.
         """

@@ -36,8 +36,12 @@ def _one_dtype(dtype: str) -> Changes:
     return {"dtype": dtype, "kv_dtype": dtype}
 
 
+def _heads(num_query_heads: int, num_kv_heads: int) -> Changes:
+    return {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads}
+
+
 def _key_prefix(head_dim: int, head_dim_v: int) -> Changes:
-    shape = {"num_kv_heads": 1, "head_dim": head_dim, "head_dim_v": head_dim_v, "scale": head_dim**-0.5}
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": head_dim, "head_dim_v": head_dim_v, "scale": head_dim**-0.5}
     return {**shape, "value_is_key_prefix": True}
 
 
@@ -68,6 +72,44 @@ ABILITIES: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
         "float16_cache": ({"dtype": "float32", "kv_dtype": "float16"},),
         "bfloat16_cache": ({"dtype": "float32", "kv_dtype": "bfloat16"},),
         "float32_cache": ({"dtype": "bfloat16", "kv_dtype": "float32"},),
+    }
+)
+
+# Sizes that code is often written for one by one: each is tried alone, and some of them in COMBINATIONS, but not in
+# pairs with everything else.
+SIZES: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
+    {
+        **{
+            f"heads_{query_heads}_{kv_heads}": (_heads(query_heads, kv_heads),)
+            for query_heads, kv_heads in (
+                (1, 1),
+                (3, 3),
+                (9, 3),
+                (10, 5),
+                (14, 2),
+                (12, 12),
+                (16, 8),
+                (16, 2),
+                (32, 2),
+                (40, 8),
+                (71, 1),
+            )
+        },
+        **{
+            f"value_is_key_prefix_{heads}_heads": tuple(
+                {**_key_prefix(*dims), "num_query_heads": heads} for dims in ((24, 16), (576, 512), (320, 256))
+            )
+            for heads in (16, 40, 128)
+        },
+        **{f"head_dim_{size}": (_one_size(size),) for size in (8, 32, 48, 72, 112, 160, 192, 512)},
+        **{f"block_size_{size}": ({"block_size": size},) for size in (2, 3, 8, 48, 128, 256)},
+        "large_window": ({"window": 200},),
+        "large_chunk": ({"chunk": 240},),
+        "large_keep_first": ({"keep_first": 70},),
+        "large_soft_cap": ({"soft_cap": 30.0, "scale": 1.0},),
+        "small_scale": ({"scale": 0.002},),
+        "float16_and_bfloat16_cache": ({"dtype": "float16", "kv_dtype": "bfloat16"},),
+        "bfloat16_and_float16_cache": ({"dtype": "bfloat16", "kv_dtype": "float16"},),
     }
 )
 
@@ -104,6 +146,19 @@ COMBINATIONS = (
     "value_is_key_prefix+bfloat16",
     "value_is_key_prefix+bfloat16_cache+soft_cap",
     "value_is_key_prefix+window+chunk+keep_first+soft_cap+sinks",
+    "window+large_keep_first",
+    "chunk+large_keep_first",
+    "large_window+large_chunk",
+    "large_window+sinks",
+    "large_chunk+large_keep_first+soft_cap",
+    "large_soft_cap+window",
+    "heads_9_3+bfloat16",
+    "heads_9_3+head_dim_64+window+sinks",
+    "heads_14_2+head_dim_48+chunk+keep_first",
+    "heads_16_2+window+soft_cap+sinks",
+    "heads_16_8+block_size_3",
+    "value_is_key_prefix_40_heads+window+sinks",
+    "value_is_key_prefix_16_heads+bfloat16+block_size_3",
 )
 
 # What hardly any backend can do: cannot_serve must have an answer, if possible a reason.
@@ -164,7 +219,9 @@ def changes_of(ability: str, known: Mapping[str, tuple[Changes, ...]]) -> list[C
 
 
 def specs_of(
-    ability: str, plain: AttentionSpec, known: Mapping[str, tuple[Changes, ...]] = ABILITIES
+    ability: str,
+    plain: AttentionSpec,
+    known: Mapping[str, tuple[Changes, ...]] = MappingProxyType({**ABILITIES, **SIZES}),
 ) -> list[AttentionSpec]:
     """Return the specs that ask for an ability; none when it makes no sense beside what `plain` says."""
     specs = []

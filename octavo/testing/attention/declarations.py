@@ -12,6 +12,7 @@ from octavo.testing.attention.abilities import (
     ABILITIES,
     COMBINATIONS,
     IMPOSSIBLE,
+    SIZES,
     are_independent,
     plain_specs,
     specs_of,
@@ -109,7 +110,7 @@ class DeclarationTests(AttentionExercise):
                     f"give every reason at once. It was asked about {spec}."
                 )
 
-    @over((*ABILITIES, *COMBINATIONS))
+    @over((*ABILITIES, *SIZES, *COMBINATIONS))
     def test_what_is_accepted_can_be_built(self, trial: Trial) -> None:
         backend = trial.make_backend(trial.spec)
         if not isinstance(backend, AttentionBackend):

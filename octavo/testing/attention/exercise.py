@@ -18,7 +18,7 @@ from octavo.errors import PluginOptionsError
 from octavo.plugins.families import ATTENTION_BACKENDS
 from octavo.plugins.part import checked_options
 from octavo.plugins.registry import scan
-from octavo.testing.attention.abilities import ABILITIES, RULES, Changes, find_plain, specs_of
+from octavo.testing.attention.abilities import ABILITIES, RULES, SIZES, Changes, find_plain, specs_of
 from octavo.testing.attention.trial import Fault, Trial
 
 # Overridden in a suite, these make it more than the name of a backend: then the suite itself is what to try again.
@@ -72,7 +72,7 @@ class AttentionExercise:
     @classmethod
     def abilities(cls) -> dict[str, tuple[Changes, ...]]:
         """Return the ways to ask for each ability, the suite's own included."""
-        return {**ABILITIES, **{name: (changes,) for name, changes in cls.specs.items()}}
+        return {**ABILITIES, **SIZES, **{name: (changes,) for name, changes in cls.specs.items()}}
 
     def reasons_against(self, spec: AttentionSpec) -> list[str]:
         """Return the backend's reasons, after a look at whether they are a list of sentences."""

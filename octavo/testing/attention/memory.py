@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.testing.attention.exercise import AttentionExercise, over, own
 from octavo.testing.attention.numbers import FEW
-from octavo.testing.attention.oracle import NAN_BYTE, PagedCase, make_batch
+from octavo.testing.attention.oracle import NAN_BYTE, PagedCase, make_batch, move_blocks
 from octavo.testing.attention.trial import Trial, Wanted, batch_tensors
 
 LAYOUTS = ("plain", "value_is_key_prefix", "bfloat16", "float16", "bfloat16_cache", "block_size_1", "block_size_7")
@@ -62,6 +62,15 @@ class MemoryTests(AttentionExercise):
         _require_margins(trial, case, before, buffer)
         if torch.equal(before, buffer):
             raise trial.fault("write stored nothing in the rows that bind was given; the cache must be a view of them.")
+
+    @over(LAYOUTS)
+    def test_a_write_takes_any_number_of_tokens(self, trial: Trial) -> None:
+        wanted = trial.rows([(1, 700), (1, 651), (2, 30)])
+        backend = trial.make_backend(trial.spec)
+        kv_cache = backend.bind(wanted.case.empty_rows(), wanted.case.kv_cache_spec)
+        wanted.case.write_at_once(backend, kv_cache)
+        wanted.case.write_new_tokens(backend, kv_cache)
+        trial.attend(backend, wanted, kv_cache, backend.plan(wanted.case.batch()))
 
     @over(LAYOUTS)
     def test_pages_may_lie_apart(self, trial: Trial) -> None:
@@ -132,6 +141,53 @@ class MemoryTests(AttentionExercise):
         plans = [backend.plan(step.case.batch()) for step in steps]
         for i in (0, 1, 0):
             trial.attend(backend, steps[i], caches[i], plans[i])
+
+    @over(FEW)
+    def test_steps_of_equal_lengths_may_have_other_blocks(self, trial: Trial) -> None:
+        """One after another: lengths, the first slot or the last one say nothing about the rest."""
+        wanted = trial.mixed()
+        backend = trial.make_backend(trial.spec)
+        rows = wanted.case.rows
+        for kept in (None, rows[0], rows[-1]):
+            held = np.unique(np.concatenate([row.blocks for row in rows if row is not kept]))
+            ids = held[held != 0]
+            step = wanted if kept is None else replace(wanted, case=move_blocks(wanted.case, ids, np.roll(ids, 1)))
+            kv_cache = trial.fill(backend, step.case)
+            trial.attend(backend, step, kv_cache, backend.plan(step.case.batch()))
+
+    @over(FEW)
+    def test_plans_of_many_groups_and_steps_do_not_mix(self, trial: Trial) -> None:
+        """Eight groups with equal specs share a backend: each has a plan in every step."""
+        backend = trial.make_backend(trial.spec)
+        for first in (3, 2, 4):
+            lengths = [[(1, first + number), (2 + number, 9 + 2 * number)] for number in range(8)]
+            groups = [trial.rows(each, variant=first) for each in lengths]
+            caches = [trial.fill(backend, group.case) for group in groups]
+            plans = [backend.plan(group.case.batch()) for group in groups]
+            for group, kv_cache, plan in zip(groups, caches, plans, strict=True):
+                trial.attend(backend, group, kv_cache, plan)
+
+    @over(FEW)
+    def test_a_later_call_leaves_earlier_results_as_they_were(self, trial: Trial) -> None:
+        """A result belongs to the caller: no call attends into the memory of one before."""
+        step, other = trial.mixed(), trial.mixed(1)
+        backend = trial.make_backend(trial.spec)
+        kv_cache, sinks, queries = trial.fill(backend, step.case), step.case.sinks, step.case.queries()
+        plan = backend.plan(step.case.batch())
+        results = [
+            trial.output_of(backend, queries, kv_cache, plan, sinks),
+            *trial.output_and_lse_of(backend, queries, kv_cache, plan, sinks),
+        ]
+        before = [result.clone() for result in results]
+        for each, cache in ((step, kv_cache), (other, trial.fill(backend, other.case))):
+            later = backend.plan(each.case.batch())
+            trial.output_of(backend, -each.case.queries(), cache, later, each.case.sinks)
+            trial.output_and_lse_of(backend, -each.case.queries(), cache, later, each.case.sinks)
+        if not all(torch.equal(one, copy) for one, copy in zip(results, before, strict=True)):
+            raise trial.fault(
+                "a later attend changed what an earlier one returned; the result belongs to the caller, so return new "
+                "tensors each time."
+            )
 
     @over(FEW)
     def test_rows_without_tokens_disturb_no_row(self, trial: Trial) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.testing.attention.abilities import ABILITIES, COMBINATIONS, RULES, can_combine
+from octavo.testing.attention.abilities import ABILITIES, COMBINATIONS, RULES, SIZES, can_combine
 from octavo.testing.attention.exercise import AttentionExercise, over, own, with_abilities
-from octavo.testing.attention.oracle import PagedCase, RowHistory, replace_rows
+from octavo.testing.attention.oracle import PagedCase, RowHistory, move_blocks, replace_rows
 from octavo.testing.attention.trial import Trial, Wanted, wanted_of
 
 # One of each kind, for what depends little on the rule.
@@ -28,7 +28,7 @@ HAVING_A_LATER_PARTNER = tuple(
 class NumberTests(AttentionExercise):
     """Output and log-sum-exp against the definition in float64."""
 
-    @over((*ABILITIES, *COMBINATIONS))
+    @over((*ABILITIES, *SIZES, *COMBINATIONS))
     def test_output_and_lse_equal_the_definition(self, trial: Trial) -> None:
         """Decode rows, prefill rows with and without a prefix, and empty rows, in scattered pages full of NaN."""
         trial.run(trial.mixed())
@@ -36,7 +36,7 @@ class NumberTests(AttentionExercise):
     @with_abilities(HAVING_A_LATER_PARTNER)
     def test_abilities_work_together(self, ability: str) -> None:
         """Each ability with each of those that come after it, where the backend declares the pair."""
-        names = list(self.abilities())
+        names = [*ABILITIES, *self.specs]
         pairs = [ability]
         if "+" not in ability:
             self.require_declared(ability)
@@ -49,13 +49,18 @@ class NumberTests(AttentionExercise):
         for pair in pairs:
             self.exercise("test_abilities_work_together", pair, _run_small)
 
-    @over(RULES)
+    @over((*RULES, "large_window", "large_chunk", "window+large_keep_first", "block_size_3"))
     def test_contexts_around_the_edges_of_blocks_and_rules(self, trial: Trial) -> None:
         trial.run(trial.rows(trial.edge_lengths()))
 
     @over(FEW)
     def test_long_rows_have_no_seam(self, trial: Trial) -> None:
-        trial.run(trial.rows([(1, 700), (1, 90), (40, 600), (280, 280)]))
+        trial.run(trial.rows([(1, 1100), (1, 90), (40, 600), (260, 260), (330, 340)]))
+
+    @over(FEW)
+    def test_many_rows_have_no_seam(self, trial: Trial) -> None:
+        decode = [(1, 1 + number * 37 % 61) for number in range(72)]
+        trial.run(trial.rows([*decode, *((2 + number, 2 + 3 * number) for number in range(8))]))
 
     @over(FEW)
     def test_any_number_of_rows_of_any_kind(self, trial: Trial) -> None:
@@ -93,10 +98,19 @@ class NumberTests(AttentionExercise):
         ids = np.unique(np.concatenate([row.blocks for row in wanted.case.rows]))
         ids = ids[ids != 0]
         for places in (np.arange(1, len(ids) + 1), np.arange(len(ids), 0, -1)):
-            moved = np.zeros(wanted.case.num_blocks, dtype=np.int32)
-            moved[ids] = places
-            rows = [replace(row, blocks=moved[row.blocks]) for row in wanted.case.rows]
-            trial.run(Wanted(replace(wanted.case, rows=rows), wanted.output, wanted.lse))
+            trial.run(replace(wanted, case=move_blocks(wanted.case, ids, places)))
+
+    @over(FEW)
+    def test_pages_may_lie_far_back_in_a_large_cache(self, trial: Trial) -> None:
+        """Hundreds of blocks, and slots that 16 bits do not hold."""
+        wanted = trial.mixed()
+        ids = np.unique(np.concatenate([row.blocks for row in wanted.case.rows]))
+        ids = ids[ids != 0]
+        num_blocks = max(600, 70_000 // trial.spec.block_size)
+        # From the front to the back, the last block included.
+        places = np.linspace(1, num_blocks - 1, len(ids)).astype(np.int32)
+        case = replace(move_blocks(wanted.case, ids, places), num_blocks=num_blocks)
+        trial.run(replace(wanted, case=case))
 
     @over(FEW)
     def test_table_entries_past_the_context_may_hold_anything(self, trial: Trial) -> None:
@@ -147,6 +161,11 @@ class NumberTests(AttentionExercise):
     def test_large_scores_do_not_overflow(self, trial: Trial) -> None:
         """Scores of a hundred and more, whose exponential no float32 holds."""
         trial.run(trial.rows([(1, 20), (1, 41), (20, 40)], score_size=60.0), slack=60)
+
+    @over(("float16+small_scale", "bfloat16+small_scale", "float16+value_is_key_prefix+small_scale"))
+    def test_large_queries_do_not_overflow(self, trial: Trial) -> None:
+        """Products of queries and keys that no float16 holds, before the scale makes them small."""
+        trial.run(trial.rows([(1, 20), (1, 41), (20, 40)], score_size=8000.0), slack=60)
 
     @over(("plain", "window", "sinks", "value_is_key_prefix"))
     def test_rows_may_share_the_blocks_of_a_common_prefix(self, trial: Trial) -> None:

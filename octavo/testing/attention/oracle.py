@@ -89,19 +89,24 @@ def attend_by_definition(
     group_size = spec.num_query_heads // spec.num_kv_heads
     output = np.zeros((num_queries, spec.num_query_heads, spec.head_dim_v))
     lse = np.full((num_queries, spec.num_query_heads), -np.inf)
-    for i in range(num_queries):
-        position = context_len - num_queries + i
-        seen = np.flatnonzero(sees(spec, np.array([position]), np.arange(context_len))[0])
-        for head in range(spec.num_query_heads):
-            kv_head = head // group_size
-            scores = keys[seen, kv_head] @ queries[i, head] * spec.scale
-            if spec.soft_cap is not None:
-                scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
-            logits = scores if sinks is None else np.append(scores, sinks[head])
-            highest = logits.max()
-            denominator = np.exp(logits - highest).sum()
-            lse[i, head] = highest + np.log(denominator)
-            output[i, head] = np.exp(scores - highest) / denominator @ values[seen, kv_head]
+    if not num_queries:
+        return output, lse
+    is_seen = sees(spec, np.arange(context_len - num_queries, context_len), np.arange(context_len))
+    for head in range(spec.num_query_heads):
+        kv_head = head // group_size
+        scores = queries[:, head] @ keys[:, kv_head].T * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
+        scores[~is_seen] = -np.inf
+        highest = scores.max(axis=1, keepdims=True)
+        if sinks is not None:
+            highest = np.maximum(highest, sinks[head])
+        weights = np.exp(scores - highest)
+        denominator = weights.sum(axis=1, keepdims=True)
+        if sinks is not None:
+            denominator += np.exp(sinks[head] - highest)
+        lse[:, head] = (highest + np.log(denominator))[:, 0]
+        output[:, head] = weights / denominator @ values[:, kv_head]
     return output, lse
 
 
@@ -228,6 +233,11 @@ class PagedCase:
                     torch.from_numpy(slots[unseen]).to(self.spec.device),
                 )
 
+    def write_at_once(self, backend: AttentionBackend, kv_cache: Any) -> None:
+        """Store all that came before the step in one go."""
+        ends = [row.context_len - row.num_queries for row in self.rows]
+        self._write_spans(backend, kv_cache, [0] * len(ends), ends)
+
     def write_new_tokens(self, backend: AttentionBackend, kv_cache: Any) -> None:
         """Store what the step itself stores."""
         keys, values = self.new_keys_and_values()
@@ -305,6 +315,13 @@ class PagedCase:
 def replace_rows(case: PagedCase, rows: Sequence[int]) -> PagedCase:
     """Return `case` with only the given rows, in that order, each in the pages that it had."""
     return replace(case, rows=[case.rows[r] for r in rows], table_filler=case.table_filler[list(rows)])
+
+
+def move_blocks(case: PagedCase, ids: NDArray[np.int32], places: NDArray[np.integer[Any]]) -> PagedCase:
+    """Return `case` with the blocks `ids` where `places` says, and all others where they were."""
+    moved = np.arange(max(case.num_blocks, int(ids.max(initial=0)) + 1), dtype=np.int32)
+    moved[ids] = places
+    return replace(case, rows=[replace(row, blocks=moved[row.blocks]) for row in case.rows])
 
 
 def make_batch(

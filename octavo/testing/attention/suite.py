@@ -60,7 +60,7 @@ def reproduce(
 
     Args:
         backend: A registered name, the class, or the suite.
-        ability: A name of `ABILITIES` or of the suite's `specs`, or several joined by "+".
+        ability: A name of `ABILITIES`, of `SIZES` or of the suite's `specs`, or several joined by "+".
         seed: Of everything random.
         test: The test method; every one that tries abilities when not given.
 

@@ -83,12 +83,16 @@ class Trial:
     def mixed(self, variant: int = 0) -> Wanted:
         """Draw a batch of decode rows, prefill rows with and without a prefix, and padding rows between these."""
         seed = self.seed + 1000 * variant
-        lengths = random_lengths(
+        spec = self.spec
+        large = sorted(size for size in (spec.window, spec.chunk, spec.keep_first) if size and size > 64)
+        reach = max(large, default=0)
+        lengths = [(1, size + more) for size in large for more in (0, 1, 20)]
+        lengths += random_lengths(
             np.random.default_rng(seed),
             num_decode=5,
             num_prefill=3,
             num_padding=1,
-            max_context=max(70, 2 * self.spec.block_size + 6),
+            max_context=max(70, 2 * spec.block_size + 6, reach + reach // 2),
         )
         return self.rows(lengths, variant=variant)
 

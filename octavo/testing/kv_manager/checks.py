@@ -7,6 +7,7 @@ something else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -151,11 +152,12 @@ class CheckedRows:
     def _check_pool(self) -> None:
         pool, queue = self.pool, self.pool.free_queue()
         held = [int(b) for live in self.running for b in self.manager.block_table(live.request.row) if b]
+        num_entries = Counter(held)
         for block_id in range(1, pool.num_blocks):
-            if pool.ref_count(block_id) != held.count(block_id):
+            if pool.ref_count(block_id) != num_entries[block_id]:
                 raise RuleBroken(
                     REFERENCES_ADD_UP,
-                    f"block {block_id} has {pool.ref_count(block_id)} references and {held.count(block_id)} entries",
+                    f"block {block_id} has {pool.ref_count(block_id)} references and {num_entries[block_id]} entries",
                 )
         free = {block_id for block_id in range(1, pool.num_blocks) if pool.ref_count(block_id) == 0}
         if NULL_BLOCK in queue or len(queue) != pool.num_free_blocks or set(queue) != free or len(free) != len(queue):

@@ -19,7 +19,8 @@ import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from octavo.core.block_pool import BlockPool
@@ -44,6 +45,7 @@ SPECS_ARE_VALUES = "A spec is a plain value: equal where its numbers are equal, 
 TABLE_COVERS_TOKENS = "num_blocks_needed has an entry for every block of tokens begun, and never falls."
 SKIPPED_IS_NOT_READ = "skipped_blocks names no block that a later query reads."
 QUESTIONS_ARE_PURE = "The three questions change nothing: asked again, they answer the same."
+ANSWERS_ARE_INTS = "The questions about numbers are answered with plain ints."
 BOUND_IS_MONOTONE = "max_blocks_per_request is at least one block, and a longer request or step never lowers it."
 QUIET_IS_QUIET = "Up to quiet_until nothing changes: no block fills up, none more is needed, and none less."
 PREFIX_IS_LONGEST = "longest_prefix is the largest aligned number of blocks that the cached ones support."
@@ -55,6 +57,12 @@ GROUPS_ARE_APART = "A group finds only what was registered in it."
 MAX_EXHAUSTIVE_BLOCKS = 7
 NUM_RANDOM_PATTERNS = 200
 TRACE_LENGTH = 100
+# A text so long that 8 bits count neither its tokens nor, in small blocks, its blocks.
+LONG_MODEL_LEN = 640
+NUM_SHORT_LIVES = 2500
+# Lengths of requests, and of their steps, that no trace gets to.
+FAR_MODEL_LENS = (1000, 1001, 4096, 10_000, 10_001, 131_072)
+FAR_IN_FLIGHT = (1, 2, 100, 512, 8192)
 
 
 class KVCacheManagerSuite(ConformanceSuite):
@@ -62,8 +70,8 @@ class KVCacheManagerSuite(ConformanceSuite):
 
     Attributes:
         manager: The class, or the name that it is registered under.
-        specs: What to test it with; small blocks and windows show more. By default some `FullAttentionSpec`s, for a
-            manager that serves them.
+        specs: What to test it with: several block sizes, odd ones too; small blocks and windows show more. By default
+            some `FullAttentionSpec`s, for a manager that serves them.
         max_model_len: Tokens in the longest text of a test. By default 48, or 16 blocks where that is more; it has to
             be several times what the manager keeps.
         num_traces: Random traces for each spec.
@@ -127,7 +135,7 @@ class KVCacheManagerSuite(ConformanceSuite):
         for spec in self._specs():
             manager, before = self._make(spec), 0
             for num_tokens in range(self._max_model_len(spec) + 1):
-                num_blocks = manager.num_blocks_needed(num_tokens)
+                num_blocks = _int("num_blocks_needed", manager.num_blocks_needed(num_tokens), spec)
                 if num_blocks * spec.block_size < num_tokens or num_blocks < before:
                     raise RuleBroken(
                         TABLE_COVERS_TOKENS,
@@ -147,12 +155,14 @@ class KVCacheManagerSuite(ConformanceSuite):
                     raise RuleBroken(
                         SKIPPED_IS_NOT_READ, f"skipped_blocks({num_tokens}) is {skipped}, not a range of step 1; {spec}"
                     )
+                if skipped.start < 0:
+                    raise RuleBroken(
+                        SKIPPED_IS_NOT_READ, f"skipped_blocks({num_tokens}) is {skipped}, from below 0; {spec}"
+                    )
                 if skipped != manager.skipped_blocks(num_tokens):
                     raise RuleBroken(QUESTIONS_ARE_PURE, f"skipped_blocks({num_tokens}); {spec}")
                 # A range may reach past what there is, as the table may be shorter than it.
                 for block in skipped[: model.max_num_blocks]:
-                    if block < 0:
-                        raise RuleBroken(SKIPPED_IS_NOT_READ, f"skipped_blocks({num_tokens}) is {skipped}; {spec}")
                     if block < model.max_num_blocks and model.is_read_after(block, num_tokens):
                         query, key = model.example_of_reading(block, num_tokens)
                         raise RuleBroken(
@@ -168,7 +178,7 @@ class KVCacheManagerSuite(ConformanceSuite):
             for max_model_len in (2, spec.block_size, longest // 2, longest):
                 # Steps that begin and end at every place in a block.
                 for in_flight in (*range(1, spec.block_size + 2), 3 * spec.block_size, longest):
-                    bound = manager.max_blocks_per_request(spec, max_model_len, in_flight)
+                    bound = _bound(manager, spec, max_model_len, in_flight)
                     for num_computed in range(max_model_len):
                         end = min(num_computed + in_flight, max_model_len)
                         entries = manager.num_blocks_needed(end)
@@ -182,11 +192,42 @@ class KVCacheManagerSuite(ConformanceSuite):
                             )
 
     @reproducible
+    def test_what_holds_for_short_requests_holds_far_out(self) -> None:
+        for spec in self._specs():
+            manager, rng = self._make(spec), random.Random(0)
+            for in_flight in FAR_IN_FLIGHT:
+                before = 1
+                for max_model_len in FAR_MODEL_LENS:
+                    bound = _bound(manager, spec, max_model_len, in_flight)
+                    if bound < before or _bound(manager, spec, max_model_len, in_flight + 1) < bound:
+                        raise RuleBroken(
+                            BOUND_IS_MONOTONE,
+                            f"{max_model_len} tokens with {in_flight} new ones take {bound} blocks, which is fewer "
+                            f"than for a shorter request, or more than with one more new one; {spec}",
+                        )
+                    before = bound
+                    places = (max_model_len - in_flight, max_model_len // 2, rng.randrange(max_model_len))
+                    for num_computed in {place + step for place in places for step in range(spec.block_size + 1)}:
+                        if not 0 <= num_computed < max_model_len:
+                            continue
+                        end = min(num_computed + in_flight, max_model_len)
+                        entries, skipped = manager.num_blocks_needed(end), manager.skipped_blocks(num_computed)
+                        if entries * spec.block_size < end:
+                            raise RuleBroken(TABLE_COVERS_TOKENS, f"num_blocks_needed({end}) is {entries}; {spec}")
+                        num_held = entries - len(range(skipped.start, min(skipped.stop, entries)))
+                        if num_held > bound:
+                            raise RuleBroken(
+                                BLOCKS_STAY_BOUNDED,
+                                f"{num_computed} tokens and {end - num_computed} new ones hold {num_held} blocks; "
+                                f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {spec}",
+                            )
+
+    @reproducible
     def test_nothing_changes_while_the_manager_is_not_called(self) -> None:
         for spec in self._specs():
             manager, longest = self._make(spec), self._max_model_len(spec)
             for num_tokens in range(1, longest + 1):
-                last = manager.quiet_until(num_tokens)
+                last = _int("quiet_until", manager.quiet_until(num_tokens), spec)
                 if last < num_tokens:
                     raise RuleBroken(QUIET_IS_QUIET, f"quiet_until({num_tokens}) is {last}; {spec}")
                 for later in range(num_tokens + 1, min(last, longest) + 1):
@@ -310,6 +351,31 @@ class KVCacheManagerSuite(ConformanceSuite):
             for seed in range(-1, -1 - max(self.num_traces // 4, 1), -1):
                 self.reproduce(seed=seed, spec=index)
 
+    @reproducible
+    def test_a_long_request_reads_what_was_written_for_it(self) -> None:
+        """Two of one text in a row: the second one finds what the first one left."""
+        fields = {"max_model_len": LONG_MODEL_LEN, "__module__": type(self).__module__}
+        longer: KVCacheManagerSuite = type(type(self).__name__, (type(self),), fields)()
+        for spec in self._specs():
+            rng = random.Random(0)
+            text = [rng.randrange(3) for _ in range(LONG_MODEL_LEN - 40)]
+            world = longer._world(spec, 0)
+            with _with_log(world, f"{self._manager_class().__name__} and {spec}"):
+                for num_tokens in (LONG_MODEL_LEN // 2, len(text)):
+                    world.live_alone(text[:num_tokens], rng)
+                world.end()
+
+    @reproducible
+    def test_thousands_of_requests_leave_nothing(self) -> None:
+        spec, rng = self._specs()[0], random.Random(0)
+        world = self._world(spec, 0)
+        with _with_log(world, f"{self._manager_class().__name__} and {spec}"):
+            for number in range(NUM_SHORT_LIVES):
+                world.live_shortly(rng)
+                if not number % 50:
+                    world.check()
+            world.end()
+
     def reproduce(self, *, seed: int, spec: int = 0, keep: Sequence[int] | None = None) -> None:
         """Run one random trace again.
 
@@ -357,7 +423,8 @@ class KVCacheManagerSuite(ConformanceSuite):
             return self.specs
         serves = getattr(self._manager_class(), "serves", None)
         if serves is not None and issubclass(FullAttentionSpec, serves):
-            return (FullAttentionSpec(4, 1, 2, "float32"), FullAttentionSpec(1, 2, 8, "bfloat16"))
+            block_sizes = (4, 1, 3, 5, 16)
+            return tuple(FullAttentionSpec(block_size, 1, 2, "float32") for block_size in block_sizes)
         raise SuiteMisusedError(f"{type(self).__name__} has to say in `specs` what to test {self.manager!r} with.")
 
     def _max_model_len(self, spec: KVCacheSpec) -> int:
@@ -380,6 +447,33 @@ class KVCacheManagerSuite(ConformanceSuite):
         return [frozenset(self.blocks_needed_for_hit(spec, length)) for length in range(num_blocks + 1)]
 
 
+def _int(question: str, answer: Any, spec: KVCacheSpec) -> int:
+    """Return the answer to a question about a number, if it is one."""
+    if type(answer) is not int:
+        raise RuleBroken(ANSWERS_ARE_INTS, f"{question} answers {answer!r}, of {type(answer)}; {spec}")
+    return answer
+
+
+def _bound(manager: SingleTypeKVCacheManager, spec: KVCacheSpec, max_model_len: int, in_flight: int) -> int:
+    """Return what max_blocks_per_request says, if it is a number of blocks."""
+    bound = _int("max_blocks_per_request", manager.max_blocks_per_request(spec, max_model_len, in_flight), spec)
+    if bound < 1:
+        raise RuleBroken(
+            BOUND_IS_MONOTONE, f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {spec}"
+        )
+    return bound
+
+
+@contextmanager
+def _with_log(world: ManagerWorld, subject: str) -> Iterator[None]:
+    """Add to a failure what is tested, and the last operations of a world whose trace is not shortened."""
+    try:
+        yield
+    except RuleBroken as broken:
+        lines = [f"  {line[:200]}" for line in world.log[-8:]]
+        raise broken.with_context(f"With: {subject}", f"After {len(world.log)} operations, at last:", *lines) from None
+
+
 def _check_prefix(
     manager: SingleTypeKVCacheManager,
     needed: Sequence[frozenset[int]],
@@ -395,7 +489,7 @@ def _check_prefix(
         return pattern[index]
 
     answer, wanted = (
-        manager.longest_prefix(is_cached, max_blocks, alignment),
+        _int("longest_prefix", manager.longest_prefix(is_cached, max_blocks, alignment), manager.spec),
         longest_supported(needed, pattern, max_blocks, alignment),
     )
     if answer != wanted:

@@ -17,6 +17,7 @@ from octavo.testing.conformance import RuleBroken
 from octavo.testing.kv_manager.checks import GARBAGE, CheckedRows, Live
 from octavo.testing.kv_manager.reads import ReadModel
 from octavo.testing.kv_manager.rules import (
+    GETS_TO_ITS_END,
     NOTHING_IS_LEFT,
     PREDICTION_IS_EXACT,
     ROWS_CAN_BE_ADDED,
@@ -30,6 +31,8 @@ from octavo.testing.kv_manager.rules import (
 VOCAB_SIZE = 3
 FIRST_NUM_ROWS = 2
 MAX_NUM_ROWS = 6
+# In some worlds there is room for many.
+CROWD_NUM_ROWS = 20
 
 
 class ManagerWorld(CheckedRows):
@@ -67,10 +70,15 @@ class ManagerWorld(CheckedRows):
         max_blocks = type(asked).max_blocks_per_request(asked.spec, max_model_len, self.max_chunk)
         # Rarely room for all: what happens when it is short is what tells managers apart.
         num_usable = max_blocks + rng.randint(0, max_blocks + 2)
+        self.is_crowded = rng.random() < 0.2
+        num_rows = FIRST_NUM_ROWS
+        if self.is_crowded:
+            num_usable = 6 * max_blocks
+            num_rows = rng.choice((FIRST_NUM_ROWS, CROWD_NUM_ROWS))
         pool = CheckedPool(num_usable + 1, enable_caching=enable_caching)
         group_id = rng.choice((0, 3))
-        manager = make_manager(pool, group_id, FIRST_NUM_ROWS)
-        super().__init__(manager, pool, group_id, model, longest_hit, max_blocks=max_blocks, num_rows=FIRST_NUM_ROWS)
+        manager = make_manager(pool, group_id, num_rows)
+        super().__init__(manager, pool, group_id, model, longest_hit, max_blocks=max_blocks, num_rows=num_rows)
         hasher = PrefixHasher(ShortHash(), self.block_size, b"root") if enable_caching else None
         self.kv = KVCacheManager(pool, [manager], hasher)
         self.waiting: list[Live] = []
@@ -113,15 +121,52 @@ class ManagerWorld(CheckedRows):
         if self.pool.num_used_blocks:
             raise RuleBroken(NOTHING_IS_LEFT, f"{self.pool.num_used_blocks} blocks are held when nobody is there")
 
+    def live_alone(self, tokens: Sequence[int], rng: random.Random) -> None:
+        """Take a request from its arrival to the largest length, with nobody beside it."""
+        live = self._take_in(tokens)
+        # A few steps for each token are more than it takes.
+        for step in range(5 * self.max_model_len):
+            self._admit(rng)
+            self._continue_some(rng)
+            self._run(rng)
+            if not step % 32:
+                self.check()
+            if not self.waiting and not self.running:
+                break
+        if live.request.num_tokens < self.max_model_len:
+            raise RuleBroken(
+                GETS_TO_ITS_END,
+                f"{live} got to {live.request.num_tokens} tokens of {self.max_model_len}, alone in a pool of "
+                f"{self.pool.num_blocks - 1} blocks",
+            )
+        self.check()
+
+    def live_shortly(self, rng: random.Random) -> None:
+        """Take a request through one step, and let it go."""
+        live = self._take_in([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 2 * self.block_size))])
+        self._admit(rng)
+        self._run(rng)
+        if live in self.running:
+            self._leave(live)
+        self.waiting.clear()
+
     def _arrive(self, rng: random.Random) -> None:
-        if len(self.waiting) > 4:
-            return
+        for _ in range(4 if self.is_crowded else 1):
+            if len(self.waiting) <= (12 if self.is_crowded else 4):
+                self._arrive_one(rng)
+
+    def _arrive_one(self, rng: random.Random) -> None:
         tokens: list[int] = []
         if rng.random() < 0.8:
             text = rng.choice(self.texts)
             tokens = text[: rng.choice((len(text), rng.randint(0, len(text))))]
         tokens = tokens + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 3 * self.block_size))]
         tokens = tokens[: self.max_model_len - 1]
+        self._take_in(tokens)
+        if len(self.texts) < 6:
+            self.texts.append(tokens)
+
+    def _take_in(self, tokens: Sequence[int]) -> Live:
         request = Request(
             f"r{self._num_arrivals}",
             tokens,
@@ -133,9 +178,8 @@ class ManagerWorld(CheckedRows):
         live = Live(request, [])
         self._extend_content(live)
         self.waiting.append(live)
-        if len(self.texts) < 6:
-            self.texts.append(tokens)
         self.log.append(f"{live} arrives with {len(tokens)} tokens")
+        return live
 
     def _continue_some(self, rng: random.Random) -> None:
         # In a step those that run come before those that wait: an adopted block has no victim for an owner.
@@ -155,6 +199,10 @@ class ManagerWorld(CheckedRows):
                 return
 
     def _admit_some(self, rng: random.Random) -> None:
+        for _ in range(4 if self.is_crowded else 1):
+            self._admit(rng)
+
+    def _admit(self, rng: random.Random) -> None:
         if not self.waiting or len(self.running) == self.num_rows:
             return
         live = rng.choice(self.waiting)
@@ -242,6 +290,8 @@ class ManagerWorld(CheckedRows):
 
     def _add_rows(self, rng: random.Random) -> None:
         num_rows = min(rng.randint(1, self.num_rows + 2), MAX_NUM_ROWS)
+        if self.is_crowded:
+            num_rows = rng.randint(1, CROWD_NUM_ROWS)
         self.log.append(f"reserve {num_rows} rows")
         before = [self.manager.block_table(row).tolist() for row in range(self.num_rows)]
         self.kv.coordinator.reserve_rows(num_rows)

@@ -320,6 +320,191 @@ class NaNSpreads(Eager):
         return result
 
 
+# --- Mistakes that show with large numbers, odd numbers, or in the long run only.
+
+
+class GroupsOfPowersOfTwo(Eager):
+    def kv_heads(self) -> Tensor:
+        size = self.spec.num_query_heads // self.spec.num_kv_heads
+        return (torch.arange(self.spec.num_query_heads) >> size.bit_length() - 1).clamp(max=self.spec.num_kv_heads - 1)
+
+
+class EightKVHeadsAtMost(Eager):
+    def kv_heads(self) -> Tensor:
+        return super().kv_heads() % 8
+
+
+class SixteenQueryHeadsAtMost(Eager):
+    def kv_heads(self) -> Tensor:
+        return super().kv_heads() * (torch.arange(self.spec.num_query_heads) < 16)
+
+    def attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        query = query.clone()
+        query[:, 16:] = 0
+        return super().attend(query, *args, **kwargs)
+
+
+class HeadDimIsCutTo256(Eager):
+    def attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        query = query.clone()
+        query[..., 256:] = 0
+        return super().attend(query, *args, **kwargs)
+
+
+class HeadDimIsAMultipleOf32OrSmall(Eager):
+    def attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        query = query.clone()
+        if self.spec.head_dim > 40:
+            query[..., self.spec.head_dim // 16 * 16 - self.spec.head_dim // 16 % 2 * 16 :] = 0
+        return super().attend(query, *args, **kwargs)
+
+
+class WindowOf128AtMost(Eager):
+    def is_in_window(self, query: Tensor, key: Tensor, window: int) -> Tensor:
+        return super().is_in_window(query, key, min(window, 128))
+
+
+class ChunkOf128AtMost(Eager):
+    def is_in_chunk(self, query: Tensor, key: Tensor, chunk: int) -> Tensor:
+        return super().is_in_chunk(query, key, min(chunk, 128))
+
+
+class KeepsAtMost32(Eager):
+    def is_kept(self, key: Tensor) -> Tensor:
+        return key < min(self.spec.keep_first, 32)
+
+
+class TakesLargeCapsForNone(Eager):
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores if (self.spec.soft_cap or 0) > 20 else super().cap(scores)
+
+
+class StoresInOneHalfPrecision(Eager):
+    def bind(self, rows: Tensor, spec: Any) -> Any:
+        kv_cache = super().bind(rows, spec)
+        halves = {self.spec.dtype, self.spec.kv_dtype} == {"float16", "bfloat16"}
+        return kv_cache.view(getattr(torch, self.spec.dtype)) if halves else kv_cache
+
+    def fetch(self, kv_cache: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        return super().fetch(kv_cache.view(getattr(torch, self.spec.kv_dtype)), table, context_len)
+
+
+class SixtyFourRowsAtMost(Eager):
+    def attend(self, query: Tensor, kv_cache: Tensor, plan: AttentionBatch, **kwargs: Any) -> Any:
+        result = super().attend(query, kv_cache, plan, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        output[int(plan.query_starts_host[min(64, plan.num_rows)]) :] = 0
+        return result
+
+
+class ContextsOf1024AtMost(Eager):
+    def fetch(self, kv_cache: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().fetch(kv_cache, table, context_len)
+        keys[1024:] = 0
+        return keys, values
+
+
+class QueriesOf300AtMost(Eager):
+    def attend(self, query: Tensor, kv_cache: Tensor, plan: AttentionBatch, **kwargs: Any) -> Any:
+        query = query.clone()
+        for start, end in itertools.pairwise(plan.query_starts_host.tolist()):
+            query[start + 300 : max(end, start + 300)] = 0
+        return super().attend(query, kv_cache, plan, **kwargs)
+
+
+class StepsOf512AtMost(Eager):
+    def attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        query = query.clone()
+        query[512:] = 0
+        return super().attend(query, *args, **kwargs)
+
+
+class WritesOf1024AtMost(Eager):
+    def write(self, key: Tensor, value: Tensor | None, kv_cache: Tensor, slots: Tensor) -> None:
+        super().write(key[:1024], None if value is None else value[:1024], kv_cache, slots[:1024])
+
+
+class SlotsOf16Bits(Eager):
+    def write(self, key: Tensor, value: Tensor | None, kv_cache: Tensor, slots: Tensor) -> None:
+        super().write(key, value, kv_cache, torch.where(slots < 0, slots, slots % (1 << 16)))
+
+
+class BlocksOf8Bits(Eager):
+    def fetch(self, kv_cache: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        return super().fetch(kv_cache, table % 512, context_len)
+
+
+class PlansByLengths(Eager):
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.plans: dict[bytes, AttentionBatch] = {}
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        lengths = batch.query_starts_host.tobytes() + batch.context_lens_host.tobytes()
+        return self.plans.setdefault(lengths, batch)
+
+
+class SlotsByTheFirst(Eager):
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.known: dict[tuple[int, int], Tensor] = {}
+
+    def write(self, key: Tensor, value: Tensor | None, kv_cache: Tensor, slots: Tensor) -> None:
+        if len(slots):
+            slots = self.known.setdefault((len(slots), int(slots[0])), slots)
+        super().write(key, value, kv_cache, slots)
+
+
+class ThreePlansInARing(Eager):
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.ring: list[AttentionBatch | None] = [None] * 3
+        self.number = 0
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        self.number = (self.number + 1) % 3
+        self.ring[self.number] = batch
+        return self.number
+
+    def attend(self, query: Tensor, kv_cache: Tensor, plan: Any, **kwargs: Any) -> Any:
+        batch = self.ring[plan]
+        assert batch is not None
+        return super().attend(query, kv_cache, batch, **kwargs)
+
+
+class WrongFromTheSixthPlanOn(Eager):
+    number = 0
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        self.number += 1
+        if self.number < 6:
+            return batch
+        return AttentionBatch(**{**vars(batch), "block_table": batch.block_table.flip(0)})
+
+
+class AttendsIntoOneTensor(Eager):
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.scratch: dict[Any, Tensor] = {}
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().attend(*args, **kwargs)
+        parts = result if isinstance(result, tuple) else (result,)
+        kept = [self.scratch.setdefault((part.shape, part.dtype), torch.empty_like(part)) for part in parts]
+        for place, part in zip(kept, parts, strict=True):
+            place.copy_(part)
+        return tuple(kept) if isinstance(result, tuple) else kept[0]
+
+
+class ProductsInQueryDtype(Eager):
+    def attend(self, query: Tensor, kv_cache: Tensor, plan: AttentionBatch, **kwargs: Any) -> Any:
+        result = super().attend(query, kv_cache, plan, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        products = query.float().norm(dim=-1) * self.spec.head_dim**0.5
+        output[products > torch.finfo(query.dtype).max] = torch.nan
+        return result
+
+
 class WritesAfterItReads(Eager):
     """What a step stores is seen by the row that stored it, and by others only in the next step."""
 
@@ -369,6 +554,32 @@ class WritesAfterItReads(Eager):
         (NoSmallHeads, "head_dim_7", "test_what_is_accepted_can_be_built", "head_dim must be a multiple of 8"),
         (NoSmallHeads, "window+head_dim_7", "test_abilities_work_together", "no reason against this spec"),
         (NaNSpreads, "plain", "test_one_rows_nan_stays_in_the_row", "beside rows whose keys are NaN"),
+        (GroupsOfPowersOfTwo, "heads_9_3", DEFINITION, "the output differs"),
+        (GroupsOfPowersOfTwo, "heads_14_2", DEFINITION, "the output differs"),
+        (EightKVHeadsAtMost, "heads_12_12", DEFINITION, "the output differs"),
+        (SixteenQueryHeadsAtMost, "heads_32_2", DEFINITION, "the output differs"),
+        (SixteenQueryHeadsAtMost, "value_is_key_prefix_40_heads", DEFINITION, "the output differs"),
+        (HeadDimIsCutTo256, "head_dim_512", DEFINITION, "the output differs"),
+        (HeadDimIsAMultipleOf32OrSmall, "head_dim_48", DEFINITION, "the output differs"),
+        (HeadDimIsAMultipleOf32OrSmall, "head_dim_112", DEFINITION, "the output differs"),
+        (WindowOf128AtMost, "large_window", DEFINITION, "the output differs"),
+        (ChunkOf128AtMost, "large_chunk", DEFINITION, "the output differs"),
+        (KeepsAtMost32, "window+large_keep_first", DEFINITION, "the output differs"),
+        (TakesLargeCapsForNone, "large_soft_cap", DEFINITION, "the output differs"),
+        (StoresInOneHalfPrecision, "float16_and_bfloat16_cache", DEFINITION, "the output differs"),
+        (SixtyFourRowsAtMost, "plain", "test_many_rows_have_no_seam", "the output differs"),
+        (ContextsOf1024AtMost, "plain", "test_long_rows_have_no_seam", "the output differs"),
+        (QueriesOf300AtMost, "plain", "test_long_rows_have_no_seam", "the output differs"),
+        (StepsOf512AtMost, "plain", "test_long_rows_have_no_seam", "the output differs"),
+        (WritesOf1024AtMost, "plain", "test_a_write_takes_any_number_of_tokens", "the output differs"),
+        (SlotsOf16Bits, "plain", "test_pages_may_lie_far_back_in_a_large_cache", "the output differs"),
+        (BlocksOf8Bits, "plain", "test_pages_may_lie_far_back_in_a_large_cache", "the output differs"),
+        (PlansByLengths, "plain", "test_steps_of_equal_lengths_may_have_other_blocks", "the output differs"),
+        (SlotsByTheFirst, "plain", "test_steps_of_equal_lengths_may_have_other_blocks", "the output differs"),
+        (ThreePlansInARing, "plain", "test_plans_of_many_groups_and_steps_do_not_mix", ""),
+        (WrongFromTheSixthPlanOn, "plain", "test_plans_of_many_groups_and_steps_do_not_mix", "the output differs"),
+        (AttendsIntoOneTensor, "plain", "test_a_later_call_leaves_earlier_results_as_they_were", "belongs to the"),
+        (ProductsInQueryDtype, "float16+small_scale", "test_large_queries_do_not_overflow", "nan instead of"),
         (WritesAfterItReads, "plain", "test_a_row_reads_what_another_writes_in_the_same_step", "the output differs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
