@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -257,12 +256,11 @@ class HashFunctionSuite(ConformanceSuite):
     def _digests_of_other_processes(self, inputs: Sequence[bytes]) -> list[list[str]]:
         """Return the digests in hexadecimal, for each of HASH_SEEDS."""
         try:
-            # Not as JSON: options may be paths, secrets, or whatever their model takes.
-            options = pickle.dumps(dict(self.options)).hex()
-        except Exception as error:
+            options = json.dumps(dict(self.options), default=_as_json)
+        except (TypeError, ValueError) as error:
             raise SuiteMisusedError(
-                f"{type(self).__name__}.options cannot be handed to another process: {describe(error)}. Every option "
-                "must be a value that pickle takes."
+                f"{type(self).__name__}.options cannot be handed to another process, which gets them as JSON: "
+                f"{describe(error)}."
             ) from error
         question = json.dumps(
             {"part": self._name_elsewhere(), "options": options, "inputs": [data.hex() for data in inputs]}
@@ -306,8 +304,8 @@ def digests_elsewhere(question: dict[str, Any]) -> list[str]:
     """Answer, in a process of its own, what the digests of some inputs are.
 
     Args:
-        question: "part" is a registered name or module:class, "options" are the part's, pickled, "inputs" are
-            bytes; both in hexadecimal.
+        question: "part" is a registered name or module:class, "options" are the part's, as JSON, "inputs" are
+            hexadecimal.
     """
     import importlib
 
@@ -315,9 +313,7 @@ def digests_elsewhere(question: dict[str, Any]) -> list[str]:
     # A registered name may have a package in front of a colon too; no module has a hyphen.
     is_class = module and not _is_registered(question["part"])
     part = getattr(importlib.import_module(module), name) if is_class else scan().load(HASH_FUNCTIONS, question["part"])
-    # From the suite that started this process, by a pipe.
-    given = pickle.loads(bytes.fromhex(question["options"]))  # noqa: S301
-    options = {} if part.Options is None else {"options": part.Options(**given)}
+    options = {} if part.Options is None else {"options": part.Options.model_validate_json(question["options"])}
     function = part(**options)
     return [function.digest(bytes.fromhex(data)).hex() for data in question["inputs"]]
 
@@ -353,6 +349,17 @@ def _changed(data: bytes, rng: random.Random) -> Iterator[bytes]:
     yield b"\1" + data + b"\0"
     if data:
         yield data[:-1]
+
+
+def _as_json(option: Any) -> Any:
+    """Return what stands in JSON for an option that JSON does not know, such that its model takes it."""
+    from pydantic import BaseModel, SecretBytes, SecretStr
+    from pydantic_core import to_jsonable_python
+
+    if isinstance(option, SecretStr | SecretBytes):
+        return option.get_secret_value()
+    # Not what it dumps, which hides secrets.
+    return dict(option) if isinstance(option, BaseModel) else to_jsonable_python(option)
 
 
 def _is_registered(name: str) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import BaseModel, SecretStr
@@ -272,6 +272,23 @@ def test_options_reach_another_process_whatever_they_are():
     suite = type("Suite", (HashFunctionSuite,), {"hash_function": WithSecrets})()
     suite.options = {"key": SecretStr("secret"), "file": Path("some") / "file"}
     suite.test_every_process_gets_the_same_digests()
+
+
+class WithAnything(Sha3):
+    class Options(BaseModel):
+        anything: Any
+
+    def __init__(self, *, options):
+        pass
+
+
+def test_options_that_no_other_process_can_be_given_are_a_misuse():
+    suite = type("Suite", (HashFunctionSuite,), {"hash_function": WithAnything, "options": {"anything": lambda: 0}})()
+    suite.test_digests_are_bytes_of_one_length()
+    with pytest.raises(
+        SuiteMisusedError, match=r"Suite\.options cannot be handed to another process, which gets them as JSON: "
+    ):
+        suite.test_every_process_gets_the_same_digests()
 
 
 def test_options_for_a_hash_function_that_takes_none_are_a_misuse():

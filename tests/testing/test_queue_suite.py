@@ -1,6 +1,7 @@
 """The suite for request queues passes what is right, and says what is wrong with the rest."""
 
 import random
+import weakref
 from collections import deque
 from typing import ClassVar
 
@@ -8,6 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from octavo.core.interfaces import CONTRACT_VERSION, RequestQueue
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
 from octavo.request_queues import FCFSQueue
 from octavo.testing import RequestQueueSuite, conformance, queue_suite
 from octavo.testing.conformance import RuleBroken, SuiteMisusedError
@@ -397,3 +400,23 @@ def test_a_queue_can_be_given_by_name_with_options():
     suite.test_random_requests_come_out_once_and_in_order()
     with pytest.raises(SuiteMisusedError, match=r"RequestQueueSuite\.queue is None"):
         RequestQueueSuite().test_an_empty_queue_has_nothing_to_show()
+
+
+def test_requests_of_the_suite_and_of_the_engine_can_be_referred_to_weakly():
+    for request in (
+        queue_suite.WaitingRequest("r0", 0, 0, 1),
+        Request("r0", [1, 2], SamplingParams(), max_model_len=8),
+    ):
+        assert weakref.WeakKeyDictionary({request: 1})[request] == 1
+
+
+def test_a_long_trace_has_more_than_a_hundred_waiting():
+    most = 0
+    for seed in (queue_suite.FIRST_LONG_SEED, queue_suite.FIRST_LONG_SEED + 1):
+        world = queue_suite.QueueWorld(
+            Fifo, lambda one, other: False, heeds_priority=False, has_third=False, is_long=True
+        )
+        for operation in range(queue_suite.LONG_TRACE_LENGTH):
+            world.do(random.Random(f"{seed}.{operation}"))
+            most = max(most, len(world.queue))
+    assert most > 150

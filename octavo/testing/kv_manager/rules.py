@@ -25,7 +25,7 @@ KEYS_ARE_TRUE = "What can be found under a key holds what the key stands for."
 KEYS_ARE_TAKEN_OFF = "uncache_blocks makes a row's blocks unfindable from an entry on, and counts them as unregistered."
 FULL_BLOCKS_ARE_REGISTERED = "cache_blocks registers each full block that the row holds, once, and counts them."
 HIT_IS_WHAT_IS_CACHED = "A hit is as long as the cached blocks support, names them where they are read, else null."
-GETS_TO_ITS_END = "A request alone gets to its end: max_blocks_per_request is enough for it."
+GETS_TO_ITS_END = "A request that is alone, with blocks for all its tokens, gets to its end."
 ROWS_CAN_BE_ADDED = "reserve_rows adds empty rows, keeps what the others hold, and never takes a row away."
 
 

@@ -359,7 +359,7 @@ class KVCacheManagerSuite(ConformanceSuite):
         for spec in self._specs():
             rng = random.Random(0)
             text = [rng.randrange(3) for _ in range(LONG_MODEL_LEN - 40)]
-            world = longer._world(spec, 0)
+            world = longer._world(spec, 0, holds_longest=True)
             with _with_log(world, f"{self._manager_class().__name__} and {spec}"):
                 for num_tokens in (LONG_MODEL_LEN // 2, len(text)):
                     world.live_alone(text[:num_tokens], rng)
@@ -398,7 +398,7 @@ class KVCacheManagerSuite(ConformanceSuite):
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def _world(self, spec: KVCacheSpec, seed: int) -> ManagerWorld:
+    def _world(self, spec: KVCacheSpec, seed: int, *, holds_longest: bool = False) -> ManagerWorld:
         needed = self._needed_for_hits(spec)
         return ManagerWorld(
             lambda pool, group_id, num_rows: self._make(spec, pool, group_id, num_rows),
@@ -407,6 +407,7 @@ class KVCacheManagerSuite(ConformanceSuite):
             self._max_model_len(spec),
             seed,
             enable_caching=seed >= 0,
+            holds_longest=holds_longest,
         )
 
     def _manager_class(self) -> type[SingleTypeKVCacheManager]:

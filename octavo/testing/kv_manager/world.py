@@ -48,6 +48,8 @@ class ManagerWorld(CheckedRows):
         max_model_len: Tokens in the longest request.
         seed: What the sizes are drawn from.
         enable_caching: Whether there is a prefix cache.
+        holds_longest: Whether the pool has blocks for all tokens of the longest request, twice, whatever of it is
+            kept at a time.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ManagerWorld(CheckedRows):
         seed: int,
         *,
         enable_caching: bool = True,
+        holds_longest: bool = False,
     ) -> None:
         self.log: list[str] = []
         rng = random.Random(f"sizes.{seed}")
@@ -75,6 +78,8 @@ class ManagerWorld(CheckedRows):
         if self.is_crowded:
             num_usable = 6 * max_blocks
             num_rows = rng.choice((FIRST_NUM_ROWS, CROWD_NUM_ROWS))
+        if holds_longest:
+            num_usable = max(num_usable, 2 * -(-max_model_len // model.block_size))
         pool = CheckedPool(num_usable + 1, enable_caching=enable_caching)
         group_id = rng.choice((0, 3))
         manager = make_manager(pool, group_id, num_rows)

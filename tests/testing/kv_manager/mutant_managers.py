@@ -34,6 +34,62 @@ class CountsFromTheEnd(WindowManager):
         return range(-1, super().skipped_blocks(num_computed_tokens).stop)
 
 
+@breaks(suite.SKIPPED_IS_NOT_READ)
+class StartsBelowNothing(WindowManager):
+    def skipped_blocks(self, num_computed_tokens):
+        return super().skipped_blocks(num_computed_tokens) or range(-1, -1)
+
+
+@breaks(suite.ANSWERS_ARE_INTS)
+class BoundsInFloats(WindowManager):
+    @classmethod
+    def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
+        return float(super().max_blocks_per_request(spec, max_model_len, max_tokens_in_flight))
+
+
+@breaks(suite.BOUND_IS_MONOTONE)
+class NeedsLessFarOut(WindowManager):
+    @classmethod
+    def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
+        bound = super().max_blocks_per_request(spec, max_model_len, max_tokens_in_flight)
+        return bound if max_model_len < 5000 else 1
+
+
+@breaks(rules.BLOCKS_STAY_BOUNDED)
+class BoundsWith500InFlight(WindowManager):
+    @classmethod
+    def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
+        return super().max_blocks_per_request(spec, max_model_len, min(max_tokens_in_flight, 500))
+
+
+@breaks(rules.READS_ARE_THERE)
+class CountsTokensIn9Bits(WindowManager):
+    """Drops what is still read, in a long request only."""
+
+    takes_long: ClassVar[bool] = True
+
+    def skipped_blocks(self, num_computed_tokens):
+        return range(super().skipped_blocks(num_computed_tokens).stop + (num_computed_tokens > 511))
+
+
+@breaks(rules.REFERENCES_ADD_UP)
+class LosesABlockAfterAThousandRequests(WindowManager):
+    takes_long: ClassVar[bool] = True
+    num_freed = 0
+
+    def free(self, row):
+        self.num_freed += 1
+        if self.num_freed == 1500:
+            self.block_tables[row, 0] = 0
+        super().free(row)
+
+
+@breaks(rules.NOTHING_IS_LEFT)
+class FreesEightRowsAtMost(WindowManager):
+    def free(self, row):
+        super().free(row % 8)
+
+
 @breaks(rules.BLOCKS_STAY_BOUNDED)
 class DropsNothing(WindowManager):
     def skipped_blocks(self, num_computed_tokens):

@@ -14,6 +14,7 @@ from octavo.errors import PluginNotFound
 from octavo.kv_managers.full_attention import FullAttentionManager
 from octavo.testing import KVCacheManagerSuite
 from octavo.testing.conformance import RuleBroken, SuiteMisusedError
+from octavo.testing.kv_manager import suite as manager_suite
 from octavo.testing.kv_manager.suite import PREFIX_IS_LONGEST, SPECS_ARE_VALUES, TRACE_LENGTH
 
 WINDOWS = (WindowSpec(4, 10), WindowSpec(1, 3))
@@ -67,7 +68,10 @@ def failures_of(manager, specs=WINDOWS):
 
 
 @pytest.mark.parametrize(("manager", "rule"), [pytest.param(*mutant, id=mutant[0].__name__) for mutant in MUTANTS])
-def test_a_fault_is_caught_and_its_rule_is_named(manager, rule):
+def test_a_fault_is_caught_and_its_rule_is_named(manager, rule, monkeypatch):
+    if not getattr(manager, "takes_long", False):
+        monkeypatch.setattr(manager_suite, "NUM_SHORT_LIVES", 50)
+        monkeypatch.setattr(manager_suite, "LONG_MODEL_LEN", 100)
     failures = failures_of(manager)
     assert rule in {broken.rule for broken in failures.values()}
     for broken in failures.values():
