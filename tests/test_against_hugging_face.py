@@ -126,7 +126,7 @@ def test_the_packaged_model_answers_alone_as_in_transformers_cold_and_warm(demo,
 
 
 def slow_where_tiny_models_show_the_same(name):
-    takes_long = name in ("budget of 7", "blocks of 1", "three at a time", "whole prompts")
+    takes_long = name not in ("budget of 64", "no prefix cache", "warm")
     return pytest.param(name, marks=pytest.mark.slow if takes_long else ())
 
 
