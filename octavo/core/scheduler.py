@@ -23,7 +23,8 @@ from octavo.core.request_table import RequestTable
 from octavo.core.scheduled import Entries, Scheduled, make_plan, row_sampling
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import RowSampling, StepPlan, StepResult
-from octavo.errors import InvalidRequestError, PluginBroken, PluginContractError, describe
+from octavo.core.waiting_line import WaitingLine
+from octavo.errors import InvalidRequestError, PluginContractError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self._requests: dict[str, Request] = {}
+        self._line = WaitingLine(waiting, self._requests)
         self._table = RequestTable(max_num_seqs)
         # The running requests as columns, until one comes or goes.
         self._all_running: Entries | None = None
@@ -88,15 +90,7 @@ class Scheduler:
             )
         self.check_admissible(request.num_tokens)
         # The queue first: it may be somebody else's code, and raise.
-        try:
-            self.waiting.add_request(request)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as cause:
-            raise PluginBroken(
-                f"The request queue {type(self.waiting).__qualname__} raised {describe(cause)} when it was given the "
-                f"request {request.request_id!r}, which was not added."
-            ) from cause
+        self._line.add(request)
         self._requests[request.request_id] = request
 
     def check_admissible(self, num_prompt_tokens: int) -> None:
@@ -147,7 +141,7 @@ class Scheduler:
         if scheduled is None:
             scheduled, num_preempted = self._schedule_running_in_turn()
         new_rows: list[RowSampling] = []
-        if not num_preempted and len(self.waiting):
+        if not num_preempted and len(self._line):
             scheduled = self._admit_waiting(scheduled, new_rows)
         if not len(scheduled.entries) and not num_preempted and self._requests and not len(self._ended):
             # An empty pool refuses nobody that was admissible, so somebody has lost a request, or counts wrongly.
@@ -333,7 +327,7 @@ class Scheduler:
         self.kv_cache_manager.drop_provisional_keys(request)
         self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
-        self.waiting.prepend_request(request)
+        self._line.add_back(request)
 
     # -- the waiting pass ---------------------------------------------------------------------------------------
 
@@ -344,8 +338,8 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens - int(scheduled.num_new_tokens.sum())
         admitted: dict[Request, int] = {}
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self._next_in_line()
+        while budget and len(self._line) and len(self.running) < self.max_num_seqs:
+            request = self._line.first()
             hit = self.kv_cache_manager.get_computed_blocks(request)
             verdict = self.kv_cache_manager.can_admit(request, hit)
             if verdict.fit is Fit.NEVER:
@@ -356,33 +350,12 @@ class Scheduler:
             if not verdict or not num_new:
                 logger.debug("%s waits: %s", request.request_id, verdict.reason or "no room in this step's budget")
                 break
-            popped = self.waiting.pop_request()
-            if popped is not request:
-                raise PluginContractError(
-                    f"The request queue {type(self.waiting).__qualname__} showed {request.request_id!r} with "
-                    f"peek_request, and pop_request took out {getattr(popped, 'request_id', popped)!r}; the two must "
-                    "be the same."
-                )
+            self._line.take_first(request)
             self._admit(request, hit, num_new)
             new_rows.append(row_sampling(request))
             admitted[request] = num_new
             budget -= num_new
         return scheduled.with_more(admitted) if admitted else scheduled
-
-    def _next_in_line(self) -> Request:
-        """Return what the queue shows; raise when that is no request that waits."""
-        request = self.waiting.peek_request()
-        if (
-            not isinstance(request, Request)
-            or self._requests.get(request.request_id) is not request
-            or request.status is RequestStatus.RUNNING
-        ):
-            raise PluginContractError(
-                f"The request queue {type(self.waiting).__qualname__} shows "
-                f"{getattr(request, 'request_id', request)!r} with peek_request, which is not waiting; it must be a "
-                "request that was added and not taken out since."
-            )
-        return request
 
     def _first_chunk(self, request: Request, hit: PrefixHit, budget: int) -> int:
         """Return how many tokens of a waiting request to compute first; 0 to let it wait."""
@@ -426,7 +399,7 @@ class Scheduler:
         pool = self.kv_cache_manager.pool
         return (
             f"Nothing can go on: of {len(self._requests)} requests under way {len(self.running)} are running, the "
-            f"request queue {type(self.waiting).__qualname__} says that {len(self.waiting)} wait, and "
+            f"request queue {self._line.name} says that {len(self._line)} wait, and "
             f"{pool.num_free_blocks} of {pool.num_usable_blocks} blocks are free. A request queue or a KV-cache "
             "manager does not keep its contract."
         )
@@ -460,7 +433,7 @@ class Scheduler:
             self.kv_cache_manager.drop_provisional_keys(request)
             self._leave_running(request)
         else:
-            self.waiting.remove_request(request)
+            self._line.remove(request)
         request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
 
