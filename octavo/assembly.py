@@ -65,7 +65,8 @@ def build_engine(config: EngineConfig) -> Assembly:
     from octavo.core.model_runner import ModelRunner
 
     selection = select(config, scan())
-    for line in selection.lines():
+    report = selection.lines()
+    for line in report:
         logger.info("%s", line)
     needs, spec, device = selection.needs, selection.needs.spec, selection.needs.device
     _check_positions(config.max_model_len, spec)
@@ -116,7 +117,7 @@ def build_engine(config: EngineConfig) -> Assembly:
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         # A file may name ids that its model cannot generate.
-        eos_token_ids=frozenset(token_id for token_id in needs.checkpoint.eos_token_ids if token_id < spec.vocab_size),
+        eos_token_ids=frozenset(i for i in needs.checkpoint.eos_token_ids if 0 <= i < spec.vocab_size),
         seed=config.seed,
         accepts_cache_salts=hash_function.is_collision_resistant,
     )
@@ -127,7 +128,7 @@ def build_engine(config: EngineConfig) -> Assembly:
         max_model_len,
         kv_cache_config.num_blocks,
         kv_cache_config.total_bytes,
-        tuple(selection.lines()),
+        tuple(report),
     )
     return Assembly(engine, _tokenizer(needs), kv_cache_config, selection, selection.hooks, started)
 

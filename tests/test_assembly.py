@@ -271,3 +271,10 @@ def _params():
     from octavo import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=2)
+
+
+def test_ids_that_the_model_cannot_generate_end_nothing(tiny_folder, monkeypatch):
+    from octavo.models.safetensors_checkpoint import SafetensorsCheckpoint
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "eos_token_ids", frozenset({-1, 2, 511, 512, 10**6}))
+    assert build(tiny_folder, num_kv_blocks=20).engine.eos_token_ids == {2, 511}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.options import with_engine_options
-from octavo.cli.outcome import exit_if_broken_off, sentence_of
+from octavo.cli.outcome import exit_if_broken_off, say_if_broken_off
 from octavo.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP
 from octavo.config import EngineConfig
 from octavo.core.outputs import RequestOutput
@@ -73,9 +73,7 @@ class Conversation:
     def try_to_say(self, text: str) -> None:
         """As `say`, but a turn that is refused or interrupted leaves the conversation as it was before."""
         try:
-            output = self.say(text)
-            if output is not None and output.outputs[0].finish_reason == "error":
-                print(f"octavo: the answer broke off: {sentence_of(output)}.", file=sys.stderr)
+            say_if_broken_off(self.say(text))
         except InvalidRequestError as error:
             print(f"octavo: {error} /new starts over.", file=sys.stderr)
         except KeyboardInterrupt:

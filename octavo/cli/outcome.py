@@ -17,14 +17,15 @@ REASONS = {
 
 
 def exit_if_broken_off(output: RequestOutput | None) -> None:
-    """Say on standard error why an answer ended with an error, and exit; return when it did not."""
+    """As `say_if_broken_off`, and exit then."""
+    if say_if_broken_off(output):
+        raise typer.Exit(EXIT_BROKEN_OFF)
+
+
+def say_if_broken_off(output: RequestOutput | None) -> bool:
+    """Say on standard error why an answer ended with an error; return whether it did."""
     if output is None or output.outputs[0].finish_reason != "error":
-        return
-    print(f"octavo: the answer broke off: {sentence_of(output)}.", file=sys.stderr)
-    raise typer.Exit(EXIT_BROKEN_OFF)
-
-
-def sentence_of(output: RequestOutput) -> str:
-    """Return why an answer ended with an error."""
+        return False
     reason = str(output.outputs[0].stop_reason)
-    return REASONS.get(reason, reason)
+    print(f"octavo: the answer broke off: {REASONS.get(reason, reason)}.", file=sys.stderr)
+    return True

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.errors import PluginNotFound
+from octavo.errors import OctavoError, PluginNotFound, PluginOptionsError
 from octavo.plugins.families import FAMILIES, HOOKS
 from octavo.plugins.registry import Plugin, Registry, Stray, is_same_package, scan
 
@@ -51,8 +51,7 @@ def plugins(
 
 def fault_of(registry: Registry, plugin: Plugin) -> str | None:
     """Import a plugin; return what is wrong with it, or with its name, as a sentence, None when nothing is."""
-    # Not at the top: a mere listing does without what they import.
-    from octavo.errors import OctavoError, PluginOptionsError
+    # Not at the top: a mere listing does without what it imports.
     from octavo.plugins.part import load_part
 
     try:

@@ -180,16 +180,7 @@ class KVCacheManagerSuite(ConformanceSuite):
                 for in_flight in (*range(1, spec.block_size + 2), 3 * spec.block_size, longest):
                     bound = _bound(manager, spec, max_model_len, in_flight)
                     for num_computed in range(max_model_len):
-                        end = min(num_computed + in_flight, max_model_len)
-                        entries = manager.num_blocks_needed(end)
-                        skipped = manager.skipped_blocks(num_computed)
-                        num_held = entries - len(range(max(skipped.start, 0), min(skipped.stop, entries)))
-                        if num_held > bound:
-                            raise RuleBroken(
-                                BLOCKS_STAY_BOUNDED,
-                                f"{num_computed} tokens and {end - num_computed} new ones hold {num_held} blocks; "
-                                f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {spec}",
-                            )
+                        _check_held(manager, num_computed, in_flight, max_model_len, bound)
 
     @reproducible
     def test_what_holds_for_short_requests_holds_far_out(self) -> None:
@@ -211,16 +202,10 @@ class KVCacheManagerSuite(ConformanceSuite):
                         if not 0 <= num_computed < max_model_len:
                             continue
                         end = min(num_computed + in_flight, max_model_len)
-                        entries, skipped = manager.num_blocks_needed(end), manager.skipped_blocks(num_computed)
+                        entries = manager.num_blocks_needed(end)
                         if entries * spec.block_size < end:
                             raise RuleBroken(TABLE_COVERS_TOKENS, f"num_blocks_needed({end}) is {entries}; {spec}")
-                        num_held = entries - len(range(skipped.start, min(skipped.stop, entries)))
-                        if num_held > bound:
-                            raise RuleBroken(
-                                BLOCKS_STAY_BOUNDED,
-                                f"{num_computed} tokens and {end - num_computed} new ones hold {num_held} blocks; "
-                                f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {spec}",
-                            )
+                        _check_held(manager, num_computed, in_flight, max_model_len, bound)
 
     @reproducible
     def test_nothing_changes_while_the_manager_is_not_called(self) -> None:
@@ -473,6 +458,21 @@ def _with_log(world: ManagerWorld, subject: str) -> Iterator[None]:
     except RuleBroken as broken:
         lines = [f"  {line[:200]}" for line in world.log[-8:]]
         raise broken.with_context(f"With: {subject}", f"After {len(world.log)} operations, at last:", *lines) from None
+
+
+def _check_held(
+    manager: SingleTypeKVCacheManager, num_computed: int, in_flight: int, max_model_len: int, bound: int
+) -> None:
+    """Raise when a step of `in_flight` tokens after `num_computed` holds more than `bound` blocks."""
+    end = min(num_computed + in_flight, max_model_len)
+    entries, skipped = manager.num_blocks_needed(end), manager.skipped_blocks(num_computed)
+    num_held = entries - len(range(max(skipped.start, 0), min(skipped.stop, entries)))
+    if num_held > bound:
+        raise RuleBroken(
+            BLOCKS_STAY_BOUNDED,
+            f"{num_computed} tokens and {end - num_computed} new ones hold {num_held} blocks; "
+            f"max_blocks_per_request(spec, {max_model_len}, {in_flight}) is {bound}; {manager.spec}",
+        )
 
 
 def _check_prefix(
