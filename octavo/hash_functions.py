@@ -1,6 +1,6 @@
 """Octavo's own hash functions, each registered under `octavo.hash_functions` like anybody's."""
 
-import hashlib
+from hashlib import blake2b, sha256
 from typing import ClassVar
 
 from octavo.core.interfaces import Encoding, HashFunction
@@ -13,7 +13,7 @@ class Sha256(HashFunction):
     contract_version = 1
 
     def digest(self, data: bytes) -> bytes:
-        return hashlib.sha256(data).digest()
+        return sha256(data).digest()
 
 
 class Blake2b(HashFunction):
@@ -22,7 +22,7 @@ class Blake2b(HashFunction):
     contract_version = 1
 
     def digest(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=32).digest()
+        return blake2b(data, digest_size=32).digest()
 
 
 class Sha256Cbor(Sha256):

@@ -6,6 +6,7 @@
 A block with a key stays findable while it is free, until it is handed out again.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK
@@ -33,13 +34,13 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         # A doubly linked list over block ids. The null block is never free, so its place is the list's anchor:
         # next[0] is the head and previous[0] the tail.
-        block_ids = list(range(num_blocks))
-        self._next = [*block_ids[1:], NULL_BLOCK]
-        self._previous = [num_blocks - 1, *block_ids[:-1]]
+        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._previous = [num_blocks - 1, NULL_BLOCK, *self._next[:-2]]
         self._key_of: list[tuple[int, bytes] | None] = [None] * num_blocks
-        self._block_of: dict[tuple[int, bytes], int] = {}
-        # Further blocks with the content of `_block_of[key]`, oldest first. Rare: two requests computed the same
-        # block at the same time, or a prompt of full blocks computed its last one again.
+        # A dict for each group: bytes remember their hash, and a tuple of group and key is hashed at each look-up.
+        self._block_of: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
+        # Further blocks with the content of `_block_of[group][key]`, oldest first. Rare: two requests computed the
+        # same block at the same time, or a prompt of full blocks computed its last one again.
         self._twins: dict[tuple[int, bytes], list[int]] = {}
 
     @property
@@ -55,7 +56,7 @@ class BlockPool:
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that can be found by a key."""
-        return len(self._block_of) + sum(map(len, self._twins.values()))
+        return sum(map(len, self._block_of.values())) + sum(map(len, self._twins.values()))
 
     def ref_count(self, block_id: int) -> int:
         """Return how many tables hold the block."""
@@ -68,7 +69,7 @@ class BlockPool:
     def count_free(self, block_ids: Iterable[int]) -> int:
         """Return how many of the blocks stand in the free queue; the null block never does."""
         ref_counts = self._ref_counts
-        return sum([ref_counts[block_id] == 0 for block_id in block_ids if block_id != NULL_BLOCK])
+        return [ref_counts[block_id] for block_id in block_ids if block_id != NULL_BLOCK].count(0)
 
     def free_queue(self) -> list[int]:
         """Return the free blocks in the order in which they would be handed out. For tests and dumps."""
@@ -81,7 +82,11 @@ class BlockPool:
 
     def cached_blocks(self) -> dict[tuple[int, bytes], list[int]]:
         """Return all blocks that can be found, by (group, key). For tests and dumps."""
-        return {key: [block_id, *self._twins.get(key, ())] for key, block_id in self._block_of.items()}
+        return {
+            (group_id, key): [block_id, *self._twins.get((group_id, key), ())]
+            for group_id, block_of in self._block_of.items()
+            for key, block_id in block_of.items()
+        }
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Take `count` blocks from the head of the free queue, dropping the keys they had.
@@ -108,15 +113,19 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue where it stands there."""
+        following, previous, ref_counts = self._next, self._previous, self._ref_counts
+        num_taken = 0
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
-            if self._ref_counts[block_id] == 0:
-                before, after = self._previous[block_id], self._next[block_id]
-                self._next[before] = after
-                self._previous[after] = before
-                self.num_free_blocks -= 1
-            self._ref_counts[block_id] += 1
+            count = ref_counts[block_id]
+            ref_counts[block_id] = count + 1
+            if count == 0:
+                before, after = previous[block_id], following[block_id]
+                following[before] = after
+                previous[after] = before
+                num_taken += 1
+        self.num_free_blocks -= num_taken
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop a reference of each block; those that nobody holds any more become free.
@@ -130,36 +139,51 @@ class BlockPool:
         """
         block_ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
         self._refuse_double_free(block_ids)
+        ref_counts, key_of = self._ref_counts, self._key_of
         keyless: list[int] = []
         keyed: list[int] = []
         for block_id in block_ids:
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
-                (keyless if self._key_of[block_id] is None else keyed).append(block_id)
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                (keyless if key_of[block_id] is None else keyed).append(block_id)
         self._link(keyless, after=NULL_BLOCK)
         self._link(keyed, after=self._previous[NULL_BLOCK])
         self.num_free_blocks += len(keyless) + len(keyed)
 
     def get_cached_block(self, key: bytes, group_id: int) -> int | None:
         """Return the block that was first registered under the key in this group, or None."""
-        return self._block_of.get((group_id, key))
+        return self._block_of[group_id].get(key)
 
     def cache_full_blocks(self, block_ids: Sequence[int], keys: Sequence[bytes], group_id: int) -> None:
-        """Make held, full blocks findable, each under its key."""
+        """Make held, full blocks findable, each under its key.
+
+        Raises:
+            ValueError: A block is free, or registered already; nothing has changed.
+        """
         if not self.enable_caching or not block_ids:
             return
+        key_of, block_of = self._key_of, self._block_of[group_id]
+        for block_id in block_ids:
+            if key_of[block_id] is not None or not self._ref_counts[block_id]:
+                state = "free" if key_of[block_id] is None else "registered already"
+                raise ValueError(f"block {block_id} cannot be registered, for it is {state}")
         self.generation += 1
         for block_id, key in zip(block_ids, keys, strict=True):
-            assert self._key_of[block_id] is None, f"block {block_id} is registered already"
-            grouped_key = (group_id, key)
-            self._key_of[block_id] = grouped_key
-            if self._block_of.setdefault(grouped_key, block_id) != block_id:
-                self._twins.setdefault(grouped_key, []).append(block_id)
+            key_of[block_id] = group_id, key
+            if block_of.setdefault(key, block_id) != block_id:
+                self._twins.setdefault((group_id, key), []).append(block_id)
 
     def uncache_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make held blocks unfindable; they keep their references."""
+        """Make held blocks unfindable; they keep their references.
+
+        Raises:
+            ValueError: A block is free, and its place in the queue would be wrong; nothing has changed.
+        """
+        block_ids = list(block_ids)
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is free; its place in the queue would be wrong"
+            if not self._ref_counts[block_id]:
+                raise ValueError(f"block {block_id} cannot be made unfindable, for it is free")
+        for block_id in block_ids:
             if self._key_of[block_id] is not None:
                 self._forget(block_id)
 
@@ -174,30 +198,33 @@ class BlockPool:
         return True
 
     def _forget(self, block_id: int) -> None:
-        key = self._key_of[block_id]
-        assert key is not None
+        grouped_key = self._key_of[block_id]
+        assert grouped_key is not None
         self._key_of[block_id] = None
         self.generation += 1
-        twins = self._twins.get(key)
+        group_id, key = grouped_key
+        block_of = self._block_of[group_id]
+        twins = self._twins.get(grouped_key)
         if twins is None:
-            del self._block_of[key]
+            del block_of[key]
             return
-        if self._block_of[key] == block_id:
-            self._block_of[key] = twins.pop(0)
+        if block_of[key] == block_id:
+            block_of[key] = twins.pop(0)
         else:
             twins.remove(block_id)
         if not twins:
-            del self._twins[key]
+            del self._twins[grouped_key]
 
     def _link(self, block_ids: Sequence[int], *, after: int) -> None:
         """Put blocks into the free queue, in order, behind block `after`."""
-        end = self._next[after]
+        following, previous = self._next, self._previous
+        end = following[after]
         for block_id in block_ids:
-            self._next[after] = block_id
-            self._previous[block_id] = after
+            following[after] = block_id
+            previous[block_id] = after
             after = block_id
-        self._next[after] = end
-        self._previous[end] = after
+        following[after] = end
+        previous[end] = after
 
     def _refuse_double_free(self, block_ids: Sequence[int]) -> None:
         ref_counts = self._ref_counts

@@ -116,11 +116,13 @@ class PrefixHasher:
         size, digest, key_bytes = self.block_size, self._digest, self._key_bytes
         if not keys:
             keys.append(self._key(_encode_framed(self.root, token_ids[:size], first_block_extra)))
-        parent, num_bytes = keys[-1], size * token_ids.itemsize
+        parent, first, num_bytes = keys[-1], len(keys), size * token_ids.itemsize
         head = struct.pack("<III", len(parent), size, 0)
-        data = token_ids.tobytes()
-        for start in range(len(keys) * num_bytes, len(data) - num_bytes + 1, num_bytes):
-            parent = digest(head + parent + data[start : start + num_bytes])
+        num_blocks = len(token_ids) // size - first
+        # All blocks are cut in one go. The array is dropped at once: while it lives, the request's tokens cannot grow.
+        blocks: list[bytes] = np.frombuffer(token_ids, f"V{num_bytes}", num_blocks, offset=first * num_bytes).tolist()
+        for block in blocks:
+            parent = digest(head + parent + block)
             if type(parent) is not bytes or len(parent) != key_bytes:
                 raise self._fault_of(parent)
             keys.append(parent)

@@ -1,6 +1,7 @@
 """Full attention: every token is read by all later ones, so every block stays."""
 
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import ClassVar
 
 from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SingleTypeKVCacheManager
@@ -14,7 +15,5 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     serves: ClassVar[type[KVCacheSpec]] = FullAttentionSpec
 
     def longest_prefix(self, is_cached: Callable[[int], bool], max_blocks: int, alignment_blocks: int) -> int:
-        num_blocks = 0
-        while num_blocks < max_blocks and is_cached(num_blocks):
-            num_blocks += 1
+        num_blocks = next(filterfalse(is_cached, range(max_blocks)), max_blocks)
         return num_blocks - num_blocks % alignment_blocks

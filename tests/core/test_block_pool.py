@@ -70,6 +70,21 @@ def test_the_same_key_in_another_group_is_not_found():
     assert pool.get_cached_block(key(1), 1) is None
 
 
+def test_groups_that_registered_the_same_key_lose_it_one_by_one():
+    pool = BlockPool(5)
+    blocks = pool.get_new_blocks(4)
+    pool.cache_full_blocks(blocks[:2], [key(1), key(1)], 0)
+    pool.cache_full_blocks(blocks[2:], [key(1), key(1)], 1)
+    assert pool.num_cached_blocks == 4
+    assert pool.cached_blocks() == {(0, key(1)): [1, 2], (1, key(1)): [3, 4]}
+    pool.uncache_blocks([3])
+    assert [pool.get_cached_block(key(1), group) for group in (0, 1)] == [1, 4]
+    pool.uncache_blocks([4, 2])
+    assert [pool.get_cached_block(key(1), group) for group in (0, 1)] == [1, None]
+    assert pool.cached_blocks() == {(0, key(1)): [1]}
+    assert pool.num_cached_blocks == 1
+
+
 def test_a_hit_takes_a_free_block_out_of_the_queue_once_and_it_is_not_handed_out_while_held():
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(3)

@@ -236,3 +236,21 @@ def test_a_digest_of_another_length_than_before_is_refused_before_it_becomes_a_k
         "bytes for each input."
     )
     assert keys == []
+
+
+def test_a_request_can_still_get_tokens_while_the_error_of_a_hash_function_is_at_hand():
+    tokens = array("i", range(6))
+    calls: list[bytes] = []
+
+    def fails_at_the_third_block(data, _):
+        calls.append(data)
+        if len(calls) == 4:
+            raise OverflowError("too much")
+        return sha(data)
+
+    keys: list[bytes] = []
+    with pytest.raises(OverflowError) as caught:
+        PrefixHasher(Odd(fails_at_the_third_block), 2, b"r" * 32).extend(keys, tokens)
+    tokens.append(6)
+    assert caught.value.__traceback__ is not None
+    assert len(keys) == 2

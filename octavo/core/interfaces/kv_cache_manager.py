@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -168,9 +169,9 @@ class SingleTypeKVCacheManager(ABC):
         first, last = int(self.num_cached_blocks[row]), num_tokens // self.block_size
         if last <= first:
             return []
-        entries = [(int(b), keys[i]) for i, b in enumerate(self.block_tables[row, first:last], first) if b]
-        block_ids = [block_id for block_id, _ in entries]
-        self.pool.cache_full_blocks(block_ids, [key for _, key in entries], self.group_id)
+        entries = self.block_tables[row, first:last].tolist()
+        block_ids = [block_id for block_id in entries if block_id]
+        self.pool.cache_full_blocks(block_ids, list(compress(keys[first:last], entries)), self.group_id)
         self.num_cached_blocks[row] = last
         return block_ids
 
@@ -204,30 +205,32 @@ class SingleTypeKVCacheManager(ABC):
         Entries that nothing after the prefix will read are null. The prefix length, in tokens, is the length of the
         result times the block size, and a multiple of `alignment_tokens`. Changes nothing.
         """
-        found: dict[int, int | None] = {}
+        found: list[int] = [NULL_BLOCK] * len(keys)
         get_cached_block, group_id = self.pool.get_cached_block, self.group_id
 
         def is_cached(index: int) -> bool:
-            block_id = found[index] = get_cached_block(keys[index], group_id)
-            return block_id is not None
+            block_id = get_cached_block(keys[index], group_id)
+            if block_id is None:
+                return False
+            found[index] = block_id
+            return True
 
         max_blocks = min(max_num_tokens // self.block_size, len(keys))
         num_blocks = self.longest_prefix(is_cached, max_blocks, alignment_tokens // self.block_size)
         skipped = self.skipped_blocks(num_blocks * self.block_size)
         # A prefix may be supported without that each of its blocks was asked for.
-        if len(found) < num_blocks:
+        if NULL_BLOCK in found[:num_blocks]:
             for index in range(num_blocks):
-                if index not in found and index not in skipped:
+                if found[index] == NULL_BLOCK and index not in skipped:
                     is_cached(index)
-        hit = [found.get(index) or NULL_BLOCK for index in range(num_blocks)]
         for index in range(skipped.start, min(skipped.stop, num_blocks)):
-            hit[index] = NULL_BLOCK
-        return hit
+            found[index] = NULL_BLOCK
+        return found[:num_blocks]
 
     def free(self, row: int) -> None:
         """Give the row's blocks back, the last one first: a block without those before it serves no hit."""
         table = self.block_table(row)
-        self.pool.free_blocks(int(block_id) for block_id in table[::-1] if block_id)
+        self.pool.free_blocks([block_id for block_id in table[::-1].tolist() if block_id])
         table[:] = NULL_BLOCK
         self.num_blocks[row] = 0
         self.num_cached_blocks[row] = 0
