@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import with_engine_options
+from octavo.cli.options import with_engine_options, with_model
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, PluginUnsuitable
+from octavo.errors import PluginUnsuitable
 
 if TYPE_CHECKING:
     from octavo.core.kv_cache_config import KVCacheGroup
@@ -32,10 +32,7 @@ def backends(
 ) -> None:
     """Say of each installed attention backend, for each KV-cache group of MODEL, whether it serves or every reason why
     not. No weight is read; the settings count as they would for an engine."""
-    if model_argument is not None:
-        if config.model is not None:
-            raise ConfigError(f"The model is named twice: {model_argument!r} and {config.model!r}.")
-        config = config.with_settings(model=model_argument)
+    config = with_model(config, model_argument)
     from octavo.plugins.registry import scan
     from octavo.selection.backends import named_backends
     from octavo.selection.select import model_needs

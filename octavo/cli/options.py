@@ -41,6 +41,19 @@ def make_config(path: Path | None, given: dict[str, Any]) -> EngineConfig:
     return config.with_settings(**flags).with_sources({name: f"flag {flag_of(name)}" for name in flags})
 
 
+def with_model(config: EngineConfig, model_argument: str | None) -> EngineConfig:
+    """Return the config with the model that a command was given as an argument, if it was.
+
+    Raises:
+        ConfigError: The config names one, too.
+    """
+    if model_argument is None:
+        return config
+    if config.model is not None:
+        raise ConfigError(f"The model is named twice: {model_argument!r} and {config.model!r}.")
+    return config.with_settings(model=model_argument)
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a setting, such as "--block-size"."""
     return "--" + name.replace("_", "-")

@@ -18,6 +18,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tokenizer*.txt", "merges.txt", "vocab.txt"]
 # The same weights again, in the layouts of other programs.
 _HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
+_CONFIG = "config.json"
+_CONFIG_SUFFIX = ".json"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -36,19 +38,45 @@ def open_checkpoint(model: str | None) -> Checkpoint:
     """
     if model is None:
         return _open_file(_demo_model())
+    path = _existing_path(model)
+    if path is None:
+        return _open_folder(_fetch(model, _HUB_FILES))
+    return _open_folder(path) if path.is_dir() else _open_file(path)
+
+
+def open_config(model: str | None) -> Checkpoint:
+    """As `open_checkpoint`, for whoever asks what a model needs and does not run it: its weights need not be there.
+
+    Args:
+        model: Also a config.json, or a folder with one, whatever else is in it. Of a model on the hub no more is
+            fetched.
+
+    Raises:
+        ModelError: As by `open_checkpoint`.
+        MissingExtraError: As by `open_checkpoint`.
+    """
+    if model is None:
+        return open_checkpoint(None)
+    path = _existing_path(model)
+    config = _fetched_config(model) if path is None else _config_that_says_all(path)
+    if config is None:
+        return open_checkpoint(model)
+    from octavo.models.config_checkpoint import ConfigCheckpoint
+
+    return ConfigCheckpoint(config)
+
+
+def _existing_path(model: str) -> Path | None:
+    """Return the path that `model` is; None when nothing is there."""
     path = Path(model)
     try:
         path = path.expanduser()
-        is_folder, exists = path.is_dir(), path.exists()
+        exists = path.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long; "~nobody"
         raise ModelNotFoundError(f"{model!r} cannot be looked up as a path: {error}. Check the path.") from error
     if not model.strip():
         raise ModelNotFoundError("The model's name is empty. Give a path or a hub name; the demo model needs no name.")
-    if is_folder:
-        return _open_folder(path)
-    if exists:
-        return _open_file(path)
-    return _open_folder(_fetch(model))
+    return path if exists else None
 
 
 def _demo_model() -> Path:
@@ -72,6 +100,11 @@ def _open_file(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} holds weights alone. Give the folder that it is in, with its config.json and tokenizer."
         )
+    if path.suffix.lower() == _CONFIG_SUFFIX:
+        raise CheckpointError(
+            f"{path} holds a config at most, and no weights. Give the folder that has both; `octavo plan` takes a "
+            "config alone."
+        )
     from octavo.models.gguf_checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
@@ -79,7 +112,7 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     gguf_files = sorted(folder.glob("*.gguf"))
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+    if _has_safetensors(folder):
         from octavo.models.safetensors_checkpoint import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(folder)
@@ -99,8 +132,36 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
+def _has_safetensors(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+
+
+def _config_that_says_all(path: Path) -> Path | None:
+    """Return the config at a path; None where there is none, or where the weights have to say the dtype."""
+    if path.is_file():
+        return path if path.suffix.lower() == _CONFIG_SUFFIX else None
+    config = path / _CONFIG
+    if not config.is_file():
+        return None
+    if not _has_safetensors(path):
+        return None if any(path.glob("*.gguf")) else config
+    from octavo.models.safetensors_checkpoint import read_json_object, stated_dtype
+
+    return config if stated_dtype(read_json_object(config), config) else None
+
+
+def _fetched_config(name: str) -> Path:
+    config = _fetch(name, [_CONFIG]) / _CONFIG
+    if not config.is_file():
+        raise CheckpointError(
+            f"The model {name!r} on the Hugging Face hub has no {_CONFIG}, which says what it is made of. Give the "
+            "path of a .gguf file of it."
+        )
+    return config
+
+
 def _and_config(folder: Path) -> str:
-    return " beside its config.json" if (folder / "config.json").is_file() else " and config.json"
+    return f" beside its {_CONFIG}" if (folder / _CONFIG).is_file() else f" and {_CONFIG}"
 
 
 def _pickled_weights(path: Path) -> CheckpointError:
@@ -110,9 +171,9 @@ def _pickled_weights(path: Path) -> CheckpointError:
     )
 
 
-def _fetch(name: str) -> Path:
-    """Return the local folder of a model on the hub, fetching what is not there yet."""
-    if name.endswith(".gguf") or not _HUB_NAME.fullmatch(name):
+def _fetch(name: str, patterns: list[str]) -> Path:
+    """Return the local folder of a model on the hub, fetching the files of these names that are not there yet."""
+    if name.endswith((".gguf", _CONFIG_SUFFIX)) or not _HUB_NAME.fullmatch(name):
         raise ModelNotFoundError(
             f"There is no file or folder {name!r} (seen from {Path.cwd()}), and it is not a name of the form "
             "organisation/name that could be fetched from the Hugging Face hub. Check the path."
@@ -120,7 +181,7 @@ def _fetch(name: str) -> Path:
     import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES)
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_HUB_DUPLICATES)
     # Whatever a hub client and its network stack may raise; each of them means that the model was not fetched.
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__

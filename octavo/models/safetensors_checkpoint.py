@@ -43,16 +43,7 @@ class SafetensorsCheckpoint:
     @property
     def dtype(self) -> str:
         """What config.json says as `dtype` or `torch_dtype`; where it says nothing, the dtype of the first weight."""
-        stated = self._config.get("dtype") or self._config.get("torch_dtype")
-        if stated is None:
-            return self._first_dtype()
-        name = stated.removeprefix("torch.") if isinstance(stated, str) else stated
-        if name not in _TORCH_DTYPES.values():
-            raise CheckpointError(
-                f"{self.path / 'config.json'} gives {stated!r} as the dtype; one of "
-                f"{', '.join(_TORCH_DTYPES.values())} is expected."
-            )
-        return str(name)
+        return stated_dtype(self._config, self.path / "config.json") or self._first_dtype()
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -143,6 +134,23 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is truncated or not a safetensors file: {error}. Fetch it again.") from error
         return dict.fromkeys(self._shards[path].keys(), path)
+
+
+def stated_dtype(config: Mapping[str, Any], path: Path) -> str | None:
+    """Return the dtype that a config.json at `path` gives, as torch names it; None where it gives none.
+
+    Raises:
+        CheckpointError: It is none that weights are computed in.
+    """
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if stated is None:
+        return None
+    name = stated.removeprefix("torch.") if isinstance(stated, str) else stated
+    if name not in _TORCH_DTYPES.values():
+        raise CheckpointError(
+            f"{path} gives {stated!r} as the dtype; one of {', '.join(_TORCH_DTYPES.values())} is expected."
+        )
+    return str(name)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from octavo.config import EngineConfig, PluginChoice
-from octavo.errors import PluginOptionsError
+from octavo.core.kv_cache_config import KVCacheGroup
+from octavo.errors import ConfigError, PluginOptionsError
 from octavo.plugins.families import Family
 from octavo.plugins.part import choose
 from octavo.plugins.registry import Registry
@@ -43,3 +46,18 @@ def named_by_kind(
     """Return the parts that a setting names for each kind of what layers keep."""
     source = config.source_of(setting)
     return {kind: Chosen(choose(registry, family, choice), source) for kind, choice in choices.items()}
+
+
+def check_kinds(setting: str, choices: Mapping[str, Chosen], groups: Sequence[KVCacheGroup]) -> None:
+    """Make sure that what a setting chooses by kind is for kinds that the model's layers keep.
+
+    Raises:
+        ConfigError: A choice is for another kind, and would have no effect.
+    """
+    kinds = [group.spec.kind for group in groups]
+    for kind, chosen in choices.items():
+        if kind not in kinds:
+            raise ConfigError(
+                f"{setting} chooses '{chosen.part.plugin.name}' for the kind {kind!r}, and the model's layers keep: "
+                f"{', '.join(kinds)}."
+            )

@@ -6,19 +6,20 @@ config ── names ──► parts ── model's spec ──► KV-cache group
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from octavo.config import EngineConfig, PluginChoice, environment_warnings
 from octavo.core.interfaces import Checkpoint, ModelSpec
-from octavo.core.kv_cache_config import SHORTEST_REQUEST, KVCacheGroup, make_groups
-from octavo.errors import ConfigError, PluginContractError, PluginUnsuitable
-from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, KV_MANAGERS, MODELS, REQUEST_QUEUES
+from octavo.core.kv_cache_config import make_groups
+from octavo.errors import ConfigError, PluginContractError, UnsupportedModelError
+from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, MODELS, REQUEST_QUEUES
 from octavo.plugins.hooks import Observers
-from octavo.plugins.part import Part, choose
+from octavo.plugins.part import choose
 from octavo.plugins.registry import Registry
 from octavo.selection.backends import choose_backend, named_backends
-from octavo.selection.named import AUTO, named, named_by_kind, named_unless_auto
+from octavo.selection.managers import choose_managers, named_managers
+from octavo.selection.named import AUTO, check_kinds, named, named_unless_auto
 from octavo.selection.report import Chosen, GroupSelection, ModelNeeds, Selection
 
 logger = logging.getLogger(__name__)
@@ -41,16 +42,13 @@ def select(config: EngineConfig, registry: Registry) -> Selection:
     observers = _observers(config, registry)
     hooks = Observers([observer.part for observer in observers])
     backends = named_backends(config, registry)
-    managers = named_by_kind(config, registry, KV_MANAGERS, "kv_managers", config.cache.kv_managers)
+    managers_by_kind = named_managers(config, registry)
     needs = model_needs(config, registry)
-    _check_kinds("attention_backends", backends.by_kind, needs.groups)
-    _check_kinds("kv_managers", managers, needs.groups)
+    check_kinds("attention_backends", backends.by_kind, needs.groups)
+    managers = choose_managers(registry, managers_by_kind, needs.groups)
     groups = []
-    for group in needs.groups:
-        kind = group.spec.kind
-        backend, others = choose_backend(config, registry, backends, kind, needs.attention_specs(group))
-        manager = managers.get(kind) or _default_manager(registry, kind)
-        _check_manager(manager.part, group)
+    for group, manager in zip(needs.groups, managers, strict=True):
+        backend, others = choose_backend(config, registry, backends, group.spec.kind, needs.attention_specs(group))
         groups.append(GroupSelection(group, manager, backend, others))
     return Selection(needs, tuple(groups), queue, hash_function, observers, hooks)
 
@@ -63,14 +61,37 @@ def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:
         PluginError: The model class that was chosen by name cannot be had.
         ConfigError: The device or dtype cannot be used, or nothing can hold what the layers keep.
     """
+    # Imported here, for reading a model's files may import torch, which takes more than a second.
+    from octavo.models.checkpoint import open_checkpoint
+
+    return _needs(config, registry, open_checkpoint, _usable_device)
+
+
+def model_needs_elsewhere(config: EngineConfig, registry: Registry) -> ModelNeeds:
+    """As `model_needs`, for an engine on another machine: of the model a config.json is enough, and the device need
+    not be there.
+
+    Raises:
+        ModelError: As by `model_needs`.
+        PluginError: As by `model_needs`.
+        ConfigError: Octavo runs on no device of that kind, or nothing can hold what the layers keep.
+    """
+    from octavo.models.checkpoint import open_config
+
+    return _needs(config, registry, open_config, _known_device)
+
+
+def _needs(
+    config: EngineConfig,
+    registry: Registry,
+    open_model: Callable[[str | None], Checkpoint],
+    device_of: Callable[[str], str],
+) -> ModelNeeds:
     for sentence in environment_warnings():
         logger.warning("%s", sentence)
     named_model = named_unless_auto(config, registry, MODELS, config.model_impl)
-    # Imported here, for torch takes more than a second.
-    from octavo.models.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(config.model)
-    device = _device(config.device)
+    checkpoint = open_model(config.model)
+    device = device_of(config.device)
     dtype = _dtype(config.dtype, device, checkpoint)
     model = named_model or _model_by_type(config, registry, checkpoint.config.get("model_type"))
     kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
@@ -99,11 +120,12 @@ def _observers(config: EngineConfig, registry: Registry) -> tuple[Chosen, ...]:
     return tuple(observers)
 
 
-def _default_manager(registry: Registry, kind: str) -> Chosen:
-    return Chosen(choose(registry, KV_MANAGERS, PluginChoice(kind)), "default", "named as what the layers keep")
-
-
 def _model_by_type(config: EngineConfig, registry: Registry, model_type: Any) -> Chosen:
+    if model_type is None:
+        raise UnsupportedModelError(
+            f"The config of {config.model!r} has no model_type, by which a model class is chosen. If it is a model's "
+            "config, name the class in model_impl."
+        )
     # With "auto" only Octavo's own models are taken: installing a package changes nothing by itself.
     native = {plugin.name for plugin in registry.plugins(MODELS) if plugin.is_built_in}
     is_native = model_type in native
@@ -112,39 +134,24 @@ def _model_by_type(config: EngineConfig, registry: Registry, model_type: Any) ->
     return Chosen(part, config.source_of("model_impl"), f"'auto': {reason}")
 
 
-def _check_manager(part: Part, group: KVCacheGroup) -> None:
-    with part.blamed("when it was asked what it serves"):
-        serves_it = isinstance(group.spec, part.loaded.serves)
-        most = part.loaded.max_blocks_per_request(group.spec, SHORTEST_REQUEST, 1) if serves_it else 1
-    if type(most) is not int or most < 1:
-        raise PluginContractError(
-            f"The KV-cache manager {part.plugin} says with max_blocks_per_request that a request of {SHORTEST_REQUEST} "
-            f"tokens holds {most!r} blocks; it must be a whole number of at least 1."
-        )
-    if not serves_it:
-        raise PluginUnsuitable(
-            f"The KV-cache manager {part.plugin} serves {part.loaded.serves.__name__}, and the model's layers keep "
-            f"{type(group.spec).__name__}; choose another one in kv_managers."
-        )
-
-
-def _check_kinds(setting: str, choices: Mapping[str, Chosen], groups: Sequence[KVCacheGroup]) -> None:
-    kinds = [group.spec.kind for group in groups]
-    for kind, chosen in choices.items():
-        if kind not in kinds:
-            raise ConfigError(
-                f"{setting} chooses '{chosen.part.plugin.name}' for the kind {kind!r}, and the model's layers keep: "
-                f"{', '.join(kinds)}."
-            )
-
-
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint) -> str:
     if dtype != AUTO:
         return dtype
     return "float32" if device == "cpu" else checkpoint.dtype
 
 
-def _device(device: str) -> str:
+def _usable_device(device: str) -> str:
+    """Return the device of this machine that is meant."""
+    import torch
+
+    known = _known_device(device)
+    if known != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, and torch sees no GPU here; set device='cpu' or leave it at 'auto'.")
+    return known
+
+
+def _known_device(device: str) -> str:
+    """Return the device that is meant, which may be another machine's; "auto" is one of this machine."""
     import torch
 
     if device == AUTO:
@@ -153,8 +160,6 @@ def _device(device: str) -> str:
         kind = torch.device(device).type
     except RuntimeError as cause:
         raise ConfigError(f"device is {device!r}, which torch does not know: {str(cause).splitlines()[0]}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, and torch sees no GPU here; set device='cpu' or leave it at 'auto'.")
     if kind not in ("cpu", "cuda") or (kind == "cpu" and device != "cpu"):
         raise ConfigError(f"device is {device!r}; Octavo runs on 'cpu' and on 'cuda' devices.")
     return device

@@ -1,0 +1,466 @@
+"""`octavo plan`: what a KV cache of some size holds."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from fake_packages import install
+
+import octavo
+from octavo.assembly import build_engine
+from octavo.cli.app import run
+from octavo.config import EngineConfig
+from octavo.core.kv_cache_config import KVCacheGroup
+
+OWN = f"octavo {octavo.__version__}"
+# The tiny Llama: two layers of 2 heads of 16 numbers, keys and values, in float32.
+PAGE_BYTES = 2 * 16 * 2 * 16 * 4
+BYTES_PER_BLOCK = 2 * PAGE_BYTES
+
+# A config of 32 layers, 8 KV heads and head_dim 128.
+LARGE = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 4096,
+    "intermediate_size": 64,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "float16",
+}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes the large config, with some values changed, and returns the file."""
+
+    def write(**changes):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({key: value for key, value in (LARGE | changes).items() if value is not None}))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def planned(capsys):
+    """Runs the command and returns what a program gets."""
+
+    def plan(*arguments):
+        assert run(["plan", *map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return plan
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command and returns the one line that says why not."""
+
+    def plan(*arguments):
+        assert run(["plan", *map(str, arguments)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.count("\n") == 1
+        return shown.err.removeprefix("octavo: ").removesuffix("\n")
+
+    return plan
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------
+
+
+def test_the_whole_answer(tiny_folder, capsys):
+    assert run(["plan", str(tiny_folder), "--memory", str(2**20 + 100), "--max-num-seqs", "3"]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"""\
+{tiny_folder} on cpu in float32, KV cache in float32, model class llama ({OWN}), by default; 'auto': model_type is \
+'llama'
+
+memory           1.00 MiB (1048676 bytes), given by --memory
+blocks           128 of 8.00 KiB (8192 bytes), one of them the null block
+bytes a token    512 bytes
+longest request  512 tokens, as long as the model's positions go
+
+full_attention (layers 0-1), each keeps FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype='float32')
+  KV-cache manager   full_attention ({OWN}), by default; named as what the layers keep
+  bytes a token      512 bytes in layers 0-1
+  bytes a page       4.00 KiB (4096 bytes), for a block of 16 tokens in one layer
+  a request          of 512 tokens holds at most 32 blocks, 256.00 KiB (262144 bytes)
+
+where the memory goes
+  a request of 512 tokens  ##########                                 25.0%  256.00 KiB
+  further requests         ##############################             74.2%  760.00 KiB
+  the null block           .                                           0.8%  8.00 KiB
+  left over                .                                           0.0%  100 bytes
+
+requests at a time, by their length, when they share no blocks
+  512 tokens, 32 blocks  ########################################  3
+  maximum concurrency for 512 tokens a request: 3.96x
+"""
+    )
+
+
+def test_each_length_has_a_bar_and_what_never_fits_has_none(config_file, capsys):
+    arguments = ["--num-kv-blocks", "200", "--max-model-len", "4096", "--max-num-seqs", "2"]
+    assert run(["plan", config_file(), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:7] == [
+        "memory           800.00 MiB (838860800 bytes), num_kv_blocks by flag --num-kv-blocks",
+        "blocks           200 of 4.00 MiB (4194304 bytes), one of them the null block",
+        "bytes a token    256.00 KiB (262144 bytes)",
+        "longest request  3184 tokens; the model's positions go up to 8192",
+        "max_model_len    4096 tokens, by flag --max-model-len",
+    ]
+    assert lines[lines.index("where the memory goes") :] == [
+        "where the memory goes",
+        "  usable blocks   ########################################   99.5%  796.00 MiB",
+        "  the null block  .                                           0.5%  4.00 MiB",
+        "",
+        "requests at a time, by their length, when they share no blocks",
+        "   512 tokens,  32 blocks  ########################################  6",
+        "  1024 tokens,  64 blocks  ####################                      3",
+        "  2048 tokens, 128 blocks  #######                                   1",
+        "  4096 tokens, 256 blocks                                            0",
+        "  An engine runs at most 2 at a time (max_num_seqs).",
+        "  maximum concurrency for 4096 tokens a request: 0.77x",
+        "  A request that grows past the longest one that fits ends with finish_reason 'length' when the KV cache is "
+        "full.",
+    ]
+
+
+def test_nearly_one_more_request_is_not_rounded_up(config_file, capsys):
+    # 1023 usable blocks, and 256 a request.
+    assert run(["plan", config_file(max_position_embeddings=4096), "--num-kv-blocks", "1024"]) == 0
+    assert capsys.readouterr().out.endswith("\n  maximum concurrency for 4096 tokens a request: 3.99x\n")
+
+
+def test_a_program_gets_the_same(config_file, planned):
+    file = config_file()
+    answer = planned(file, "--memory", "1GiB", "--kv-cache-dtype", "float16")
+    concurrency = answer.pop("concurrency")
+    (group,) = answer.pop("groups")
+    assert answer == {
+        "model": file,
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_dtype": "float16",
+        "model_class": "llama",
+        "memory_bytes": 2**30,
+        "memory_source": "given by --memory",
+        "num_blocks": 512,
+        "num_usable_blocks": 511,
+        "bytes_per_token": 131072,
+        "bytes_per_block": 2**21,
+        "total_bytes": 2**30,
+        "unused_bytes": 0,
+        "max_position": 8192,
+        "longest_request": 8176,
+        "max_model_len": 8176,
+        "max_concurrency": 1.0,
+        "max_num_seqs": 64,
+    }
+    assert group == {
+        "kind": "full_attention",
+        "layers": list(range(32)),
+        "spec": {
+            "class": "FullAttentionSpec",
+            "block_size": 16,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "dtype": "float16",
+        },
+        "manager": "full_attention",
+        "page_bytes": 65536,
+        "bytes_per_token": 131072,
+        "unused_bytes_per_block": 0,
+        "blocks_per_request": 511,
+        "bytes_per_request": 511 * 2**21,
+    }
+    assert [row["num_tokens"] for row in concurrency] == [512, 1024, 2048, 4096, 8176, 8192]
+    assert concurrency[3] == {
+        "num_tokens": 4096,
+        "blocks_per_request": 256,
+        "bytes_per_request": 512 * 2**20,
+        "num_requests": 1,
+        "exact": 511 / 256,
+    }
+
+
+def test_the_demo_model_is_planned_without_a_name(demo_gguf, planned):
+    answer = planned("--memory", "1GiB")
+    assert answer == planned(demo_gguf, "--memory", "1GiB") | {"model": None}
+    assert (answer["max_position"], answer["bytes_per_token"]) == (8192, 30 * 2 * 3 * 64 * 4)
+
+
+# -- as an engine does it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_cache_memory_bytes": 5 * BYTES_PER_BLOCK + 1},
+        {"max_model_len": 100, "block_size": 5},
+        {"kv_cache_dtype": "bfloat16", "block_size": 32},
+        {"dtype": "bfloat16", "model_impl": "transformers"},
+        {"kv_cache_memory_bytes": None, "num_kv_blocks": 9, "max_model_len": 300},
+    ],
+    ids=str,
+)
+def test_the_numbers_are_those_of_an_engine_with_the_same_settings(tiny_folder, planned, settings):
+    settings = {"kv_cache_memory_bytes": 40 * BYTES_PER_BLOCK} | settings
+    settings = {name: value for name, value in settings.items() if value is not None}
+    flags = [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), value)]
+    answer = planned(tiny_folder, *flags)
+    assembly = build_engine(EngineConfig.from_flat(model=str(tiny_folder), **settings))
+    layout = assembly.kv_cache_config
+    assert answer["num_blocks"] == layout.num_blocks
+    assert answer["num_usable_blocks"] == assembly.engine.stats().free_blocks
+    assert (answer["bytes_per_block"], answer["total_bytes"]) == (layout.bytes_per_block, layout.total_bytes)
+    assert answer["max_model_len"] == assembly.engine.max_model_len
+    assert [(group["kind"], tuple(group["layers"])) for group in answer["groups"]] == [
+        (group.spec.kind, group.layers) for group in layout.groups
+    ]
+
+
+# -- of what size -----------------------------------------------------------------------------------------------
+
+
+def test_the_size_is_the_one_that_the_settings_give(tiny_folder, tmp_path, planned):
+    file = tmp_path / "octavo.toml"
+    file.write_text("[cache]\nkv_cache_memory_bytes = 100000\n")
+    answer = planned(tiny_folder, "--config", file)
+    assert (answer["num_blocks"], answer["memory_source"]) == (12, f"kv_cache_memory_bytes by {file}")
+    # As in an engine, the number of blocks is the one that counts.
+    answer = planned(tiny_folder, "--config", file, "--num-kv-blocks", "20")
+    assert (answer["num_blocks"], answer["memory_bytes"]) == (20, 20 * BYTES_PER_BLOCK)
+    answer = planned(tiny_folder, "--config", file, "--memory", "64KiB")
+    assert (answer["num_blocks"], answer["memory_source"]) == (8, "given by --memory")
+
+
+def test_without_a_size_it_is_what_an_engine_would_take_here(tiny_folder, planned, monkeypatch):
+    monkeypatch.setattr("octavo.core.memory.cpu_free_bytes", lambda: 1000 * BYTES_PER_BLOCK)
+    answer = planned(tiny_folder)
+    assert (answer["num_blocks"], answer["memory_source"]) == (
+        250,
+        "0.25 of what is free here now; an engine takes it with the weights loaded",
+    )
+    assert planned(tiny_folder, "--cpu-memory-share", "0.5")["num_blocks"] == 500
+
+
+@pytest.mark.parametrize("flag", ["--num-kv-blocks", "--kv-cache-memory-bytes"])
+def test_two_sizes_at_once_are_refused(tiny_folder, refused, flag):
+    assert refused(tiny_folder, "--memory", "1GiB", flag, "100") == (
+        f"The size of the KV cache is given twice, by --memory and by flag {flag}; leave one out."
+    )
+
+
+def test_what_is_too_little_or_no_size_is_refused(tiny_folder, refused):
+    assert refused(tiny_folder, "--memory", "16383").endswith(
+        "have room for 1, the null block included. Give the KV cache 16384 bytes (16.00 KiB) or more, or lower "
+        "block_size."
+    )
+    assert refused(tiny_folder, "--memory", "8G").startswith("--memory is '8G'; it must be a number above 0")
+    assert refused(tiny_folder, "--memory", "1MiB", "--max-model-len", "513").startswith("max_model_len is 513; it ")
+    assert refused(tiny_folder, "--memory", "9999999999TiB") == (
+        f"The KV cache would have {9999999999 * 1024**4} bytes, which is more than any machine has. Give a smaller "
+        "size."
+    )
+
+
+# -- for another machine ----------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_not_here_decides_about_the_dtype(config_file, planned):
+    answer = planned(config_file(), "--memory", "8GiB", "--device", "cuda")
+    assert (answer["device"], answer["dtype"], answer["kv_cache_dtype"]) == ("cuda", "float16", "float16")
+    assert answer["bytes_per_token"] == 131072
+    answer = planned(config_file(), "--memory", "8GiB", "--device", "cuda:1", "--dtype", "bfloat16")
+    assert (answer["device"], answer["dtype"]) == ("cuda:1", "bfloat16")
+    assert planned(config_file(), "--memory", "8GiB", "--device", "cpu")["bytes_per_token"] == 262144
+
+
+def test_how_much_a_gpu_gives_has_to_be_said(config_file, refused):
+    assert refused(config_file(), "--device", "cuda") == (
+        "How much memory the KV cache gets on cuda is measured when an engine starts, with the weights loaded. Say "
+        "what to plan with, such as --memory 8GiB."
+    )
+
+
+@pytest.mark.parametrize("device", ["mps", "cpu:0"])
+def test_a_device_that_octavo_does_not_run_on_is_refused(config_file, refused, device):
+    assert refused(config_file(), "--memory", "8GiB", "--device", device) == (
+        f"device is {device!r}; Octavo runs on 'cpu' and on 'cuda' devices."
+    )
+
+
+# -- of what model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_config_is_enough_for_the_families_with_a_class_of_their_own(config_file, planned, model_type):
+    answer = planned(config_file(model_type=model_type), "--memory", "1GiB", "--device", "cuda")
+    assert (answer["model_class"], answer["bytes_per_token"]) == (model_type, 131072)
+
+
+def test_a_config_is_enough_for_a_family_that_runs_through_transformers(tmp_path, planned):
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 500}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answer = planned(tmp_path, "--memory", "1MiB")
+    assert (answer["model_class"], answer["max_position"]) == ("transformers", 256)
+    assert answer["bytes_per_token"] == 3 * 2 * 64 * 4
+
+
+def test_a_folder_and_its_config_alone_give_the_same(tiny_folder, tmp_path, planned):
+    shutil.copy(tiny_folder / "config.json", tmp_path)
+    of_folder = planned(tiny_folder, "--memory", "1MiB")
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert planned(model, "--memory", "1MiB") == of_folder | {"model": str(model)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"model_type": None},
+            "The config of '{file}' has no model_type, by which a model class is chosen. If it is a model's config, "
+            "name the class in model_impl.",
+        ),
+        ({"num_hidden_layers": None}, "The config lacks 'num_hidden_layers', which every model of its kind needs."),
+        (
+            {"quantization_config": {"bits": 4}},
+            "The config sets quantization_config to {{'bits': 4}}, which changes what the model computes and is not "
+            "supported. Use a copy of the model that is not quantised, or a GGUF file.",
+        ),
+        (
+            {"torch_dtype": None},
+            "{file} gives no dtype, and there are no weights beside it that would tell. Set dtype, such as "
+            "dtype='bfloat16'.",
+        ),
+        ({"model_type": "nobodys"}, "model_type 'nobodys' has the model_type 'nobodys', which Octavo has no class for"),
+        ({"model_type": "falcon"}, "model_type 'falcon' computes its attention itself, or takes it from a list of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_does_not_do_is_refused_with_what_is_missing(config_file, refused, changes, sentence):
+    file = config_file(**changes)
+    assert refused(file, "--memory", "8GiB", "--device", "cuda").startswith(sentence.format(file=file))
+
+
+def test_a_model_that_is_named_twice_is_refused(tiny_folder, refused):
+    assert refused(tiny_folder, "--model", "other") == f"The model is named twice: '{tiny_folder}' and 'other'."
+
+
+# -- somebody else's parts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sink_window(site):
+    """The example package, put where an installer would put it; returns its example config."""
+    package = Path(__file__).parents[2] / "examples" / "octavo-sink-window"
+    shutil.copytree(package / "src" / "octavo_sink_window", site / "octavo_sink_window")
+    groups = tomllib.loads((package / "pyproject.toml").read_text())["project"]["entry-points"]
+    entries = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in members.items())
+        for group, members in groups.items()
+    )
+    install(site, "octavo-sink-window", entries)
+    from octavo_sink_window.checkpoint import TINY_CONFIG
+
+    return TINY_CONFIG
+
+
+def test_a_third_partys_manager_says_what_a_request_takes(sink_window, tmp_path, planned, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(sink_window))
+    arguments = [tmp_path, "--model-impl", "sink_window", "--block-size", "4", "--num-kv-blocks", "41"]
+    arguments += ["--max-num-batched-tokens", "16"]
+    answer = planned(*arguments)
+    (group,) = answer["groups"]
+    # 2 blocks of the first 8 tokens, 2 of the window, 5 of a step's 16 tokens: no more, however long the request is.
+    assert (group["kind"], group["manager"], group["blocks_per_request"]) == ("sink_window", "sink_window", 9)
+    assert group["spec"] == {
+        "class": "SinkWindowSpec",
+        "block_size": 4,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "dtype": "float32",
+        "keep_first": 8,
+        "window": 9,
+    }
+    assert answer["max_model_len"] == 512
+    assert [(row["num_tokens"], row["num_requests"]) for row in answer["concurrency"]] == [(512, 4)]
+    # In its place a manager that drops nothing.
+    answer = planned(*arguments, "--kv-managers", "sink_window=full_attention")
+    assert answer["max_model_len"] == 160
+    assert run(["plan", *map(str, arguments)]) == 0
+    assert "  KV-cache manager   sink_window (octavo-sink-window 1.0), by default; " in capsys.readouterr().out
+
+
+def test_what_a_package_prints_is_not_part_of_the_answer(tiny_folder, site, planned, capsys):
+    source = (
+        "from octavo.kv_managers.full_attention import FullAttentionManager\nprint('imported')\n"
+        "class Manager(FullAttentionManager):\n    contract_version = 1\n    @classmethod\n"
+        "    def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):\n"
+        "        print('asked')\n        return super().max_blocks_per_request(spec, max_model_len, 1)\n"
+    )
+    install(site, "loud-package", "[octavo.kv_managers]\nloud = loud_module:Manager\n", loud_module=source)
+    arguments = ["--memory", "1MiB", "--kv-managers", "full_attention=loud"]
+    assert planned(tiny_folder, *arguments)["groups"][0]["manager"] == "loud"
+    assert run(["plan", str(tiny_folder), *arguments]) == 0
+    shown = capsys.readouterr()
+    assert "asked" in shown.err
+    assert "asked" not in shown.out
+
+
+def test_a_manager_for_what_no_layer_keeps_is_refused(tiny_folder, refused):
+    assert refused(tiny_folder, "--memory", "1MiB", "--kv-managers", "mamba=full_attention") == (
+        "kv_managers chooses 'full_attention' for the kind 'mamba', and the model's layers keep: full_attention."
+    )
+
+
+# -- several KV-cache groups ------------------------------------------------------------------------------------
+
+
+def test_each_group_is_told_apart_and_all_share_the_blocks(tiny_folder, planned, capsys, monkeypatch):
+    def one_group_a_layer(specs):
+        return tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
+
+    monkeypatch.setattr("octavo.selection.select.make_groups", one_group_a_layer)
+    answer = planned(tiny_folder, "--memory", "1MiB")
+    # A block is a page now, and a request holds blocks in both groups.
+    assert (answer["num_blocks"], answer["bytes_per_block"], answer["bytes_per_token"]) == (256, PAGE_BYTES, 512)
+    assert [group["layers"] for group in answer["groups"]] == [[0], [1]]
+    assert [group["bytes_per_token"] for group in answer["groups"]] == [256, 256]
+    assert [row["blocks_per_request"] for row in answer["concurrency"]] == [64]
+    assert run(["plan", str(tiny_folder), "--memory", "1MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines if line.startswith("full_attention")] == [
+        "full_attention (layer 0)",
+        "full_attention (layer 1)",
+    ]
+    assert lines[lines.index("where the memory goes") + 1 :][:2] == [
+        "  a request of 512 tokens, full_attention  #####                                      12.5%  128.00 KiB",
+        "  a request of 512 tokens, full_attention  #####                                      12.5%  128.00 KiB",
+    ]
+
+
+# -- without weights and without torch --------------------------------------------------------------------------
+
+
+def test_no_weight_is_looked_at(tiny_folder, tmp_path, planned):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert planned(folder, "--memory", "1MiB")["num_blocks"] == 128
+
+
+def test_its_help_imports_no_torch():
+    code = "import sys\nfrom octavo.cli.app import run\nrun(['plan', '--help'])\nassert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--memory SIZE" in result.stdout
