@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from octavo import __version__
-from octavo.cli import backends, chat, generate, plugins
+from octavo.cli import backends, bench, chat, generate, plan, plugins
 from octavo.errors import OctavoError
 
 EXIT_ERROR = 2
@@ -28,6 +28,8 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("plugins")(plugins.plugins)
 app.command("backends")(backends.backends)
+app.command("plan")(plan.plan)
+app.command("bench")(bench.bench)
 
 
 def _show_version(is_asked: bool) -> None:
