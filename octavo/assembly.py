@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.core.block_pool import BlockPool
+from octavo.core.content_keys import ContentHasher
 from octavo.core.engine_core import EngineCore
 from octavo.core.interfaces import AttentionBackend, HashFunction, Model, ModelSpec, Tokenizer
 from octavo.core.kv_cache_config import (
@@ -20,11 +21,13 @@ from octavo.core.kv_cache_config import (
 )
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_hash import PrefixHasher, check_hash_function, hash_root, hash_seed_from_environment
+from octavo.core.prefix_verifier import PrefixVerifier, VerifiableRunner, VerifyingKVCacheManager, tolerance
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CheckpointError, ConfigError, NotEnoughMemoryError
 from octavo.plugins.hooks import Observers
 from octavo.plugins.hookspecs import EngineStarted
 from octavo.plugins.registry import scan
+from octavo.selection.managers import request_cost
 from octavo.selection.report import ModelNeeds, Selection
 from octavo.selection.select import select
 
@@ -78,7 +81,7 @@ def build_engine(config: EngineConfig) -> Assembly:
 
     groups = tuple(selected.group for selected in selection.groups)
     manager_parts = [selected.manager.part for selected in selection.groups]
-    cost = RequestCost(groups, tuple(part.loaded for part in manager_parts), config.scheduler.max_num_batched_tokens)
+    cost = request_cost(config, [selected.manager for selected in selection.groups], groups)
     kv_cache_config = KVCacheConfig(_num_blocks(config, model, backends, cost, device), groups)
     _check_size(kv_cache_config, device)
     max_model_len = _max_model_len(config, spec, cost, kv_cache_config.num_blocks)
@@ -98,28 +101,35 @@ def build_engine(config: EngineConfig) -> Assembly:
         part.create(group.spec, pool, group_id, config.scheduler.max_num_seqs)
         for group_id, (part, group) in enumerate(zip(manager_parts, groups, strict=True))
     ]
+    runner = ModelRunner(model, backends, kv_cache_config, device)
+    make_kv_cache_manager = VerifyingKVCacheManager if config.cache.verify_prefix_cache else KVCacheManager
+    kv_cache_manager = make_kv_cache_manager(
+        pool,
+        managers,
+        _hasher(config, hash_function, groups),
+        max_tokens_in_flight=config.scheduler.max_num_batched_tokens,
+        reuses_blocks_within_a_step=all(backend.writes_before_reads for backend in backends),
+    )
     scheduler = Scheduler(
-        KVCacheManager(
-            pool,
-            managers,
-            _hasher(config, hash_function, groups),
-            max_tokens_in_flight=config.scheduler.max_num_batched_tokens,
-            reuses_blocks_within_a_step=all(backend.writes_before_reads for backend in backends),
-        ),
+        kv_cache_manager,
         queue,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        watermark=config.scheduler.watermark,
     )
     engine = EngineCore(
         scheduler,
-        ModelRunner(model, backends, kv_cache_config, device),
+        runner,
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         # A file may name ids that its model cannot generate.
         eos_token_ids=frozenset(i for i in needs.checkpoint.eos_token_ids if 0 <= i < spec.vocab_size),
         seed=config.seed,
         accepts_cache_salts=hash_function.is_collision_resistant,
+        async_scheduling=config.scheduler.async_scheduling,
+        prefix_verifier=_prefix_verifier(config, kv_cache_manager, runner, needs.dtype),
     )
     started = EngineStarted(
         config.model,
@@ -173,7 +183,25 @@ def _hasher(config: EngineConfig, hash_function: HashFunction, groups: Sequence[
     if not config.cache.enable_prefix_caching:
         return None
     seed = hash_seed_from_environment() if config.cache.hash_seed is None else config.cache.hash_seed
-    return PrefixHasher(hash_function, groups[0].spec.block_size, hash_root(hash_function, seed))
+    make_hasher = ContentHasher if config.cache.verify_prefix_cache else PrefixHasher
+    return make_hasher(hash_function, groups[0].spec.block_size, hash_root(hash_function, seed))
+
+
+def _prefix_verifier(
+    config: EngineConfig, kv_cache_manager: KVCacheManager, runner: VerifiableRunner, dtype: str
+) -> PrefixVerifier | None:
+    if not isinstance(kv_cache_manager, VerifyingKVCacheManager):
+        return None
+    specs = [manager.spec for manager in kv_cache_manager.coordinator.managers]
+    kv_dtypes = [getattr(spec, "dtype", dtype) for spec in specs]
+    return PrefixVerifier(
+        kv_cache_manager,
+        runner,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        unused_row=config.scheduler.max_num_seqs,
+        # A cache of more digits than the model has the model's rounding.
+        tolerance=tolerance([dtype, *kv_dtypes]),
+    )
 
 
 def _tokenizer(needs: ModelNeeds) -> Tokenizer | None:

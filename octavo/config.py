@@ -112,6 +112,9 @@ class CacheConfig(_Section):
     """Element type of stored keys and values; "auto" is the model's."""
     enable_prefix_caching: bool = True
     """Whether requests reuse the blocks of equal prompt beginnings."""
+    verify_prefix_cache: bool = False
+    """Whether each prefix that is found is computed anew and compared, to find faults. It takes more time than no
+    prefix cache."""
     hash_function: _Choice = PluginChoice("sha256")
     """The hash function that makes the prefix cache's keys."""
     hash_seed: str | None = None
@@ -131,6 +134,13 @@ class SchedulerConfig(_Section):
     """Tokens that a step computes at most."""
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps. Without it a prompt runs whole in one step or waits."""
+    long_prefill_token_threshold: int = Field(default=0, ge=0)
+    """Tokens of one prompt that a step computes at most; 0 sets no limit. A lower one keeps steps short, so that
+    generating requests get their tokens more evenly."""
+    watermark: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the KV cache that no request is admitted into while others run, so that they can grow."""
+    async_scheduling: bool = False
+    """Whether a step is planned while the one before it runs."""
     request_queue: _Choice = PluginChoice("fcfs")
     """The queue that orders waiting requests."""
 

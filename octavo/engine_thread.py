@@ -293,7 +293,7 @@ class EngineThread:
         mailbox.request_ids.append(request_id)
         self._mailboxes[request_id] = mailbox
         for choice, core_id in enumerate(core_ids):
-            self._engine.add_request(
+            self._engine.add_checked_request(
                 core_id, token_ids, params, choice=choice, priority=prompt.priority, cache_salt=prompt.cache_salt
             )
 

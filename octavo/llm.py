@@ -152,9 +152,16 @@ class LLM:
         """Return a snapshot of the engine's counters, taken between two steps."""
         return self._engine_thread.call(self._engine.stats)
 
-    def reset_prefix_cache(self) -> ResetResult:
-        """Forget all cached prefixes. The result is true when that was done, and else has the reason."""
-        return self._engine_thread.call(self._engine.reset_prefix_cache)
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> ResetResult:
+        """Forget all cached prefixes. The result is true when that was done, and else has the reason.
+
+        Args:
+            reset_running_requests: Whether requests that are under way give up what they have computed, and compute
+                it anew. Without, the reset is refused while they hold blocks. Needed where weights were changed.
+        """
+        return self._engine_thread.call(
+            lambda: self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        )
 
     def shutdown(self) -> None:
         """End what is running and let go of the model's memory. Calling it again does nothing."""

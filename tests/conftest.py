@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from octavo import LLM
-from octavo.plugins.registry import scan
-from octavo.testing import tiny_models
-from octavo.testing.engines import assert_llm_is_idle
+# So that what octavo.testing asserts counts under `python -O` too, and explains itself when it fails.
+pytest.register_assert_rewrite("octavo.testing")
+
+from octavo import LLM  # noqa: E402
+from octavo.plugins.registry import scan  # noqa: E402
+from octavo.testing import tiny_models  # noqa: E402
+from octavo.testing.engines import assert_llm_is_idle  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ SETTINGS = {
     "no prefix cache": {"enable_prefix_caching": False},
     "whole prompts": {"enable_chunked_prefill": False},
     "three at a time": {"max_num_seqs": 3},
+    "steps planned ahead": {"async_scheduling": True},
 }
 
 
@@ -126,8 +127,7 @@ def test_the_packaged_model_answers_alone_as_in_transformers_cold_and_warm(demo,
 
 
 def slow_where_tiny_models_show_the_same(name):
-    takes_long = name not in ("budget of 64", "no prefix cache", "warm")
-    return pytest.param(name, marks=pytest.mark.slow if takes_long else ())
+    return pytest.param(name, marks=() if name == "warm" else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [slow_where_tiny_models_show_the_same(n) for n in (*SETTINGS, "shuffled", "warm")])
@@ -167,7 +167,7 @@ def test_the_best_two_logits_of_the_tiny_models_are_far_apart(tiny):
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 32])
-@pytest.mark.parametrize("budget", [1, 7, 64, 2048])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 2048])
 def test_a_tiny_model_answers_as_in_transformers_cold_warm_and_shuffled(tiny, budget, block_size, make_llm):
     folder, expected = tiny
     llm = make_llm(folder, block_size=block_size, max_num_batched_tokens=budget, num_kv_blocks=8000 // block_size)

@@ -34,12 +34,16 @@ OTHER_VALUES = {
     "cpu_memory_share": 0.125,
     "kv_cache_dtype": "float16",
     "enable_prefix_caching": False,
+    "verify_prefix_cache": True,
     "hash_function": PluginChoice("blake2b", {"size": 32}),
     "hash_seed": "shared",
     "kv_managers": {"full_attention": PluginChoice("mine")},
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
     "enable_chunked_prefill": False,
+    "long_prefill_token_threshold": 64,
+    "watermark": 0.125,
+    "async_scheduling": True,
     "request_queue": PluginChoice("priority"),
 }
 
@@ -249,12 +253,16 @@ WRONG = {
     "cpu_memory_share": [0, 1.01, math.nan, "0.9", True, None],
     "kv_cache_dtype": ["int8", "fp8", None],
     "enable_prefix_caching": [0, 1, "yes", None],
+    "verify_prefix_cache": [0, 1, "yes", None],
     "hash_function": [None, 5],
     "hash_seed": [5, True],
     "kv_managers": ["full_attention=mine", 5, None, {"full_attention": 5}, {5: "mine"}],
     "max_num_seqs": [0, -1, 65537, True, None],
     "max_num_batched_tokens": [0, -1, True, None],
     "enable_chunked_prefill": [0, "no", None],
+    "long_prefill_token_threshold": [-1, 1.5, "64", True, None],
+    "watermark": [-0.1, 1, 1.5, math.nan, math.inf, "0.1", True, None],
+    "async_scheduling": [0, 1, "yes", None],
     "request_queue": [None, 5],
 }
 

@@ -558,26 +558,8 @@ class LastOutQueue(FCFSQueue):
         return last
 
 
-NOTHING_GOES_ON = (
-    "Nothing can go on: of {} requests under way 0 are running, the request queue {} says that 0 wait, and 49 of 49 "
-    "blocks are free. A request queue or a KV-cache manager does not keep its contract."
-)
-
-
-@pytest.mark.parametrize(
-    ("queue", "sentence"),
-    [
-        (LosingQueue, NOTHING_GOES_ON.format(1, "LosingQueue")),
-        (DenyingQueue, NOTHING_GOES_ON.format(2, "DenyingQueue")),
-        (
-            LastOutQueue,
-            "The request queue LastOutQueue showed 'one' with peek_request, and pop_request took out 'two'; the two "
-            "must be the same.",
-        ),
-    ],
-)
-def test_a_queue_that_lies_ends_the_engine_with_a_sentence_and_no_caller_hangs(tiny_folder, queue, sentence):
-    with installed({"octavo.request_queues": {"lying": queue}}):
+def test_a_queue_that_hands_out_another_request_ends_the_engine_with_a_sentence_and_no_caller_hangs(tiny_folder):
+    with installed({"octavo.request_queues": {"lying": LastOutQueue}}):
         llm = LLM(tiny_folder, num_kv_blocks=50, request_queue="lying")
     errors: SimpleQueue[Exception] = SimpleQueue()
 
@@ -590,6 +572,10 @@ def test_a_queue_that_lies_ends_the_engine_with_a_sentence_and_no_caller_hangs(t
 
     threading.Thread(target=ask, daemon=True).start()
     error = errors.get(timeout=60)
+    sentence = (
+        "The request queue LastOutQueue showed 'one' with peek_request, and pop_request took out 'two'; the two must "
+        "be the same."
+    )
     assert isinstance(error, EngineClosedError)
     assert str(error) == f"The engine has died of a fault: PluginContractError: {sentence} Make a new one."
     assert isinstance(error.__cause__, PluginContractError)
@@ -599,26 +585,34 @@ def test_a_queue_that_lies_ends_the_engine_with_a_sentence_and_no_caller_hangs(t
     llm.shutdown()
 
 
-def test_every_caller_hears_that_a_queue_has_lost_a_request(tiny_folder):
-    with installed({"octavo.request_queues": {"losing": LosingQueue}}):
-        llm = LLM(tiny_folder, num_kv_blocks=50, request_queue="losing")
+@pytest.mark.parametrize(
+    ("queue", "endings"),
+    [
+        (LosingQueue, [("length", None), ("error", "lost"), ("length", None)]),
+        (DenyingQueue, [("error", "stuck")] * 3),
+    ],
+)
+def test_a_queue_that_keeps_requests_back_costs_those_requests_and_no_caller_hangs(tiny_folder, queue, endings, caplog):
+    with installed({"octavo.request_queues": {"lying": queue}}):
+        llm = LLM(tiny_folder, num_kv_blocks=50, request_queue="lying")
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    answers: SimpleQueue[Exception | list[int]] = SimpleQueue()
-
-    def ask(prompt):
-        try:
-            answers.put(llm.generate(prompt, long, use_tqdm=False)[0].outputs[0].token_ids)
-        except Exception as error:
-            answers.put(error)
-
-    for prompt in ("one", "two", "three"):
-        threading.Thread(target=ask, args=(prompt,), daemon=True).start()
-    got = [answers.get(timeout=60) for _ in range(3)]
-    (error,) = [answer for answer in got if isinstance(answer, Exception)]
-    assert isinstance(error, EngineClosedError)
-    assert str(error.__cause__) == NOTHING_GOES_ON.format(1, "LosingQueue")
-    assert [len(answer) for answer in got if not isinstance(answer, Exception)] == [100, 100]
+    outputs = llm.generate(["one", "two", "three"], long, use_tqdm=False)
+    assert [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in outputs] == endings
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [100 if e[0] == "length" else 0 for e in endings]
+    assert queue.__name__ in caplog.text
     llm.shutdown()
+
+
+def test_planning_ahead_changes_no_answer(make_llm, tiny_folder):
+    prompts = ["one", "two, three", "four five six seven", "one, two and three"]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    answers = []
+    for async_scheduling in (False, True):
+        # So few blocks that requests are preempted.
+        with make_llm(tiny_folder, num_kv_blocks=12, block_size=8, async_scheduling=async_scheduling) as llm:
+            answers.append(ids(llm.generate(prompts, params, use_tqdm=False)))
+            assert llm.stats().preemptions > 0
+    assert answers[0] == answers[1]
 
 
 def test_output_of_others_goes_where_it_went_while_a_progress_bar_is_shown(llm, capsys):

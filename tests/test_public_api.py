@@ -101,7 +101,7 @@ def test_types_are_shipped() -> None:
         ("generate", ["prompts", "sampling_params"], {"use_tqdm": True}),
         ("chat", ["messages", "sampling_params"], {"use_tqdm": True}),
         ("stream", ["prompt", "sampling_params"], {}),
-        ("reset_prefix_cache", [], {}),
+        ("reset_prefix_cache", [], {"reset_running_requests": False}),
         ("stats", [], {}),
         ("shutdown", [], {}),
     ],

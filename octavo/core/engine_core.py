@@ -6,11 +6,14 @@ import hashlib
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
 
 from octavo.core.kv_cache_manager import ResetResult
 from octavo.core.outputs import EngineOutput
-from octavo.core.request import Request
+from octavo.core.prefix_verifier import PrefixVerifier
+from octavo.core.request import AdapterKey, Request
 from octavo.core.sampling_params import SamplingParams, has_lone_surrogate
 from octavo.core.scheduler import Scheduler
 from octavo.core.stats import EngineStats
@@ -38,6 +41,8 @@ class EngineCore:
         eos_token_ids: Ids that end a request unless it ignores them.
         seed: What the seeds of requests without one of their own are derived from.
         accepts_cache_salts: Whether the prefix cache's keys are strong enough to keep tenants apart.
+        async_scheduling: Whether a step is planned, in a thread of its own, while the one before it runs.
+        prefix_verifier: Compares what requests found in the prefix cache; None trusts it.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class EngineCore:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         accepts_cache_salts: bool = True,
+        async_scheduling: bool = False,
+        prefix_verifier: PrefixVerifier | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner: Runner | None = runner
@@ -59,6 +66,10 @@ class EngineCore:
         self.seed = seed
         self.accepts_cache_salts = accepts_cache_salts
         self._num_arrivals = 0
+        self._prefix_verifier = prefix_verifier
+        self._planner = ThreadPoolExecutor(1, "octavo-planner") if async_scheduling else None
+        # The next plan, where it was made ahead.
+        self._ahead: Future[StepPlan] | None = None
 
     def add_request(
         self,
@@ -69,6 +80,7 @@ class EngineCore:
         choice: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: AdapterKey | None = None,
     ) -> None:
         """Check a request and put it in line.
 
@@ -79,12 +91,37 @@ class EngineCore:
             choice: Which choice this is.
             priority: Only 0 has a meaning to a queue that does not order by priority.
             cache_salt: Requests share cached prefixes only with requests of the same salt.
+            adapter: The name of the adapter that changes the model's weights for this request, and a number that is
+                raised whenever weights of that name change. Requests share cached prefixes only with requests of the
+                same name and number.
 
         Raises:
             InvalidRequestError: The request cannot be served as asked. Nothing has changed.
         """
+        token_ids = self.check_request(
+            request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, adapter=adapter
+        )
+        self.add_checked_request(
+            request_id, token_ids, params, choice=choice, priority=priority, cache_salt=cache_salt, adapter=adapter
+        )
+
+    def add_checked_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: AdapterKey | None = None,
+    ) -> None:
+        """Put a request in line whose arguments `check_request` has seen; its ids are what that returned.
+
+        Raises:
+            InvalidRequestError: The id is in use. Nothing has changed.
+        """
         self._open_runner()
-        token_ids = self.check_request(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
         arrival = self._num_arrivals
         request = Request(
             request_id,
@@ -96,6 +133,7 @@ class EngineCore:
             seed=_derived_seed(self.seed, arrival) if params.seed is None else params.seed,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
             eos_token_ids=self.eos_token_ids,
         )
         self.scheduler.add_request(request)
@@ -109,6 +147,7 @@ class EngineCore:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: AdapterKey | None = None,
     ) -> list[int]:
         """Return the prompt's token ids as plain numbers.
 
@@ -130,6 +169,8 @@ class EngineCore:
         token_ids = self._checked_prompt(prompt_token_ids)
         self._check_stop_ids(params)
         self._check_salt(cache_salt)
+        if adapter is not None and not _is_adapter_key(adapter):
+            raise _invalid("adapter", "a name and a whole number", adapter)
         self.scheduler.check_admissible(len(token_ids))
         return token_ids
 
@@ -157,18 +198,71 @@ class EngineCore:
                 the caller may step again or abort them.
         """
         runner = self._open_runner()
-        plan = self.scheduler.schedule()
+        plan = self._next_plan()
+        if self._prefix_verifier is not None:
+            plan = self._verified(plan, self._prefix_verifier)
+        self._plan_ahead()
         try:
             result = runner.run(plan)
         except BaseException as cause:
-            request_ids = self.scheduler.roll_back(plan)
-            if isinstance(cause, KeyboardInterrupt):
-                raise
-            raise StepError(
-                f"A step of {plan.num_tokens} tokens failed and was undone: {describe_with_place(cause)}",
-                request_ids=request_ids,
-            ) from cause
+            self._undo(plan, cause)
+        self._wait_for_planner()
         return self.scheduler.update_from_output(plan, result)
+
+    def _undo(self, plan: StepPlan, cause: BaseException) -> NoReturn:
+        """Undo a step that failed and what was planned after it, and raise a StepError."""
+        self._wait_for_planner()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            # Raises what planning raised: then there is nothing to undo that could be trusted.
+            ahead.result()
+        request_ids = self.scheduler.roll_back(plan)
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        raise StepError(
+            f"A step of {plan.num_tokens} tokens failed and was undone: {describe_with_place(cause)}",
+            request_ids=request_ids,
+        ) from cause
+
+    def _next_plan(self) -> StepPlan:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return self.scheduler.schedule()
+        plan = ahead.result()
+        if self.scheduler.is_wanted(plan):
+            return plan
+        # Everybody in it has ended since.
+        return self._plan_again(plan)
+
+    def _plan_again(self, plan: StepPlan) -> StepPlan:
+        """Undo the latest plan, which was not run, and return another one."""
+        self.scheduler.roll_back(plan)
+        another = self.scheduler.schedule()
+        # A request may have been admitted in the first plan without a token to compute; its row is told in this one.
+        another.new_rows[:0] = plan.new_rows
+        return another
+
+    def _verified(self, plan: StepPlan, verifier: PrefixVerifier) -> StepPlan:
+        """Return a plan whose requests found in the prefix cache what is right: this one, or one made in its place."""
+        while True:
+            try:
+                is_right = verifier.verify(plan)
+            except BaseException as cause:
+                self._undo(plan, cause)
+            if is_right:
+                return plan
+            # What was wrong cannot be found any more, so this comes to an end.
+            plan = self._plan_again(plan)
+
+    def _plan_ahead(self) -> None:
+        """Begin to plan the step after the one that is about to run."""
+        if self._planner is not None:
+            self._ahead = self._planner.submit(self.scheduler.schedule)
+
+    def _wait_for_planner(self) -> None:
+        """Have the scheduler to this thread alone again."""
+        if self._ahead is not None:
+            wait([self._ahead])
 
     def take_ended(self) -> EngineOutput:
         """Return the last outputs of aborted requests without waiting for the next step."""
@@ -176,15 +270,22 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if self._prefix_verifier is None:
+            return stats
+        return replace(stats, **vars(self._prefix_verifier.counters))
 
-    def reset_prefix_cache(self) -> ResetResult:
-        """Forget all cached prefixes, if no request holds blocks; say what was done."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> ResetResult:
+        """Forget all cached prefixes, and say what was done; see `Scheduler.reset_prefix_cache`."""
+        if reset_running_requests:
+            self._ahead = None
+        return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def shutdown(self) -> None:
         """Let go of the model and the KV cache. Further calls do nothing."""
         self.runner = None
+        if self._planner is not None:
+            self._planner.shutdown()
 
     def _open_runner(self) -> Runner:
         if self.runner is None:
@@ -250,6 +351,13 @@ def _as_id(given: Any, vocab_size: int) -> int | None:
     except Exception:
         return None
     return token_id if 0 <= token_id < vocab_size and not isinstance(given, bool) else None
+
+
+def _is_adapter_key(given: Any) -> bool:
+    match given:
+        case (str(name), int(epoch)) if isinstance(given, tuple):
+            return bool(name) and not has_lone_surrogate(name) and not isinstance(epoch, bool)
+    return False
 
 
 def _invalid(parameter: str, wanted: str, value: Any) -> InvalidRequestError:

@@ -5,7 +5,7 @@ no prefix cache, one group; several groups that agree on a hit belong to a form 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
@@ -48,12 +48,25 @@ class KVCacheCoordinator(ABC):
     def cache_blocks(self, row: int, keys: Sequence[bytes], num_tokens: int) -> list[int]:
         """Register the full blocks among the row's first `num_tokens` tokens; return those that are new."""
 
+    def num_blocks_needed(self, num_tokens: int) -> int:
+        """Return how many table entries a request of `num_tokens` tokens takes, over all groups."""
+        return sum(manager.num_blocks_needed(num_tokens) for manager in self.managers)
+
     def get_num_blocks_to_allocate(self, row: int, num_tokens: int, hit: PrefixHit) -> int:
         """Return how many free blocks it takes for the row to hold `num_tokens` tokens after adopting `hit`."""
         return sum(
             manager.get_num_blocks_to_allocate(row, num_tokens, blocks)
             for manager, blocks in zip(self.managers, hit.blocks, strict=True)
         )
+
+    def block_ids(self, row: int) -> list[int]:
+        """Return the blocks that the row holds, over all groups, without null entries."""
+        return [block_id for manager in self.managers for block_id in manager.block_table(row).tolist() if block_id]
+
+    def num_blocks_held(self, rows: Iterable[int]) -> int:
+        """Return how many table entries the rows have together, null entries included."""
+        rows = list(rows)
+        return sum(int(manager.num_blocks[rows].sum()) for manager in self.managers)
 
     def max_blocks_per_request(self, num_tokens: int, max_tokens_in_flight: int) -> int:
         """Return the most blocks that a request of up to `num_tokens` tokens holds at a time, over all groups."""

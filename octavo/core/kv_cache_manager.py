@@ -2,13 +2,16 @@
 
 Blocks that fill up during a step are registered while the step is planned, before anything is written into them, so
 that another request of the same step can already use them. Until the step's output has arrived such keys are
-provisional: `commit_step` makes them final, `drop_provisional_keys` takes a request's back.
+provisional: `commit_step` makes them final, `drop_provisional_keys` takes a request's back. More than one step may be
+under way: one runs while the next is planned.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
@@ -40,16 +43,36 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ResetResult:
-    """Whether a reset was done, and if not why. True exactly when it was done."""
+    """Whether a reset was done, and if not why. True exactly when it was done.
+
+    Attributes:
+        done: Whether nothing that was cached before can be found any more.
+        reason: Why it was not done.
+        num_preempted: Running requests that were preempted for it, and will be computed anew.
+    """
 
     done: bool
     reason: str = ""
+    num_preempted: int = 0
 
     def __bool__(self) -> bool:
         return self.done
 
 
 _FITS = Verdict(Fit.FITS)
+
+
+@dataclass
+class _ProvisionalKeys:
+    """What one step registered.
+
+    Attributes:
+        owners: Blocks -> the row that fills them.
+        registered_before: Row -> registered entries by group before the step, for rows that registered some in it.
+    """
+
+    owners: dict[int, int] = field(default_factory=dict)
+    registered_before: dict[int, list[int]] = field(default_factory=dict)
 
 
 class KVCacheManager:
@@ -79,13 +102,14 @@ class KVCacheManager:
         self.hasher = hasher
         self.coordinator: KVCacheCoordinator = make_coordinator(managers, enable_prefix_caching=hasher is not None)
         self.reuses_blocks_within_a_step = reuses_blocks_within_a_step
-        # Blocks registered in the step that is being planned -> the row that fills them.
-        self._provisional_owner: dict[int, int] = {}
-        # Row -> registered entries by group before this step, for rows that registered some in it.
-        self._registered_before: dict[int, list[int]] = {}
-        self._rows_with_adopters: set[int] = set()
+        # Of each step that is under way, oldest first; the last one is being planned.
+        self._provisional: deque[_ProvisionalKeys] = deque()
 
     # -- questions ----------------------------------------------------------------------------------------------
+
+    def reads_prefixes_of(self, request: Request) -> bool:
+        """Say whether cached prefixes are looked up for a request."""
+        return self.hasher is not None and not request.params.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that leaves at least one token to compute. Changes no block."""
@@ -109,8 +133,8 @@ class KVCacheManager:
             return _FITS
         return Verdict(Fit.NEVER, f"{num_tokens} tokens take {needed} blocks, and the whole KV cache has {usable}")
 
-    def can_admit(self, request: Request, hit: PrefixHit) -> Verdict:
-        """Say whether all tokens that `request` has now would fit.
+    def can_admit(self, request: Request, hit: PrefixHit, num_reserved_blocks: int = 0) -> Verdict:
+        """Say whether all tokens that `request` has now would fit, with some blocks to be left for others.
 
         Asking for the whole request, not for its first chunk, keeps it from being admitted now and preempted in the
         middle of its own prefill.
@@ -118,14 +142,97 @@ class KVCacheManager:
         verdict = self.could_ever_hold(request.num_tokens)
         if not verdict:
             return verdict
-        if not self.reuses_blocks_within_a_step and not self._provisional_owner.keys().isdisjoint(hit.block_ids()):
+        if not self.reuses_blocks_within_a_step and not self._current_step.owners.keys().isdisjoint(hit.block_ids()):
             return Verdict(Fit.WAIT_STEP, "its prefix is being computed in this step")
+        num_unreserved = self.pool.num_free_blocks - num_reserved_blocks
+        # The hit saves blocks; where there are enough without it, nothing needs to be counted.
+        if self.coordinator.num_blocks_needed(request.num_tokens) <= num_unreserved:
+            return _FITS
+        needed = self._num_blocks_to_admit(request, hit)
+        if needed <= num_unreserved:
+            return _FITS
+        return self._wait_for_memory(needed, num_reserved_blocks)
+
+    def computes_next_block_of(
+        self, request: Request, hit: PrefixHit, other: Request, num_computed_tokens: int
+    ) -> bool:
+        """Say whether the block that a request needs after its hit is the next one that another request fills.
+
+        Args:
+            request: Waits.
+            hit: What it finds.
+            other: Runs.
+            num_computed_tokens: How many of its tokens are computed, or planned to be.
+        """
+        if not self.reads_prefixes_of(request):
+            return False
+        assert self.hasher is not None
+        block_size = self.hasher.block_size
+        index = num_computed_tokens // block_size
+        # A hit leaves a token to compute, so the last block of a request may be none that it could find.
+        if index != hit.num_tokens // block_size or index >= (request.num_tokens - 1) // block_size:
+            return False
+        return index < len(other.block_keys) and request.block_keys[index] == other.block_keys[index]
+
+    def num_blocks_held(self, request: Request) -> int:
+        """Return how many blocks a request that holds a row has, over all groups."""
+        return len(self.coordinator.block_ids(request.row))
+
+    def num_blocks_owed(self, request: Request) -> int:
+        """Return how many blocks the remaining tokens of a request that holds a row will take."""
+        coordinator, num_tokens = self.coordinator, request.num_tokens
+        missing = coordinator.get_num_blocks_to_allocate(request.row, num_tokens, coordinator.no_hit)
+        # Where blocks are recycled, it takes fewer: it never holds more than the most at a time.
+        most = coordinator.max_blocks_per_request(num_tokens, self.max_tokens_in_flight)
+        return max(min(missing, most - self.num_blocks_held(request)), 0)
+
+    def num_victims_to_admit(
+        self, request: Request, hit: PrefixHit, victims: Sequence[Request], num_reserved_blocks: Sequence[int]
+    ) -> int | None:
+        """Return how many requests, from the first on, must give their blocks up so that another one fits.
+
+        Args:
+            request: Who is to be admitted.
+            hit: What it would find now.
+            victims: Running requests, in the order in which they would be given up.
+            num_reserved_blocks: Blocks to be left for others when one victim, two, and so on, are gone.
+
+        Returns:
+            None where all of them together are not enough.
+        """
+        coordinator = self.coordinator
+        most = coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight)
+        needed = coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
+        hit_ids = hit.block_ids()
+        num_free = self.pool.num_free_blocks
+        num_at_best = num_free + coordinator.num_blocks_held(victim.row for victim in victims)
+        if min(needed, most) + min(num_reserved_blocks) > num_at_best:
+            # Not even if they shared none of their blocks.
+            return None
+        held: dict[int, int] = {}
+        for index, victim in enumerate(victims):
+            for block_id in coordinator.block_ids(victim.row):
+                held[block_id] = held.get(block_id, 0) + 1
+                if held[block_id] == self.pool.ref_count(block_id):
+                    num_free += 1
+                    # The victims alone hold it: once it is free, to adopt it takes a free block.
+                    needed += block_id in hit_ids
+            if min(needed, most) + num_reserved_blocks[index] <= num_free:
+                return index + 1
+        return None
+
+    @property
+    def _current_step(self) -> _ProvisionalKeys:
+        if not self._provisional:
+            self.begin_step()
+        return self._provisional[-1]
+
+    def _num_blocks_to_admit(self, request: Request, hit: PrefixHit) -> int:
         # Where blocks are recycled, all of the request's entries are more than it ever holds at a time.
-        needed = min(
+        return min(
             self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit),
             self.coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight),
         )
-        return _FITS if needed <= self.pool.num_free_blocks else self._wait_for_memory(needed)
 
     def quiet_until(self, num_tokens: int) -> int:
         """Return up to how many computed tokens nothing changes about a row's blocks that has `num_tokens` now.
@@ -138,10 +245,6 @@ class KVCacheManager:
         """Return how many blocks requests that get so many new tokens could take together at most."""
         return self.coordinator.most_new_blocks(num_new_tokens)
 
-    def has_adopters(self, request: Request) -> bool:
-        """Say whether another request adopted, in this step, blocks that `request` is to fill in it."""
-        return request.row in self._rows_with_adopters
-
     # -- changes ------------------------------------------------------------------------------------------------
 
     def allocate_slots(
@@ -152,7 +255,7 @@ class KVCacheManager:
         Args:
             request: Holds a row; with `hit` the row must be empty.
             num_computed_tokens: Tokens before the new ones, those of `hit` included.
-            num_new_tokens: Tokens that this step computes.
+            num_new_tokens: Tokens that this step computes; none where it only adopts `hit`.
             hit: Cached blocks to start from, as `get_computed_blocks` returned them in this step.
 
         Returns:
@@ -161,17 +264,14 @@ class KVCacheManager:
         Raises:
             ValueError: There is nothing to allocate for.
         """
-        if num_new_tokens < 1:
-            raise ValueError(f"num_new_tokens is {num_new_tokens}; a request is given slots for at least one token")
         hit = hit or self.coordinator.no_hit
+        if num_new_tokens < (0 if hit.num_tokens else 1):
+            raise ValueError(f"num_new_tokens is {num_new_tokens}; a request is given slots for at least one token")
         row, num_tokens = request.row, num_computed_tokens + num_new_tokens
         self.coordinator.remove_skipped_blocks(row, num_computed_tokens)
         needed = self.coordinator.get_num_blocks_to_allocate(row, num_tokens, hit)
         if needed > self.pool.num_free_blocks:
             return self._wait_for_memory(needed)
-        if self._provisional_owner and hit.num_tokens:
-            owners = (self._provisional_owner.get(block_id) for block_id in hit.block_ids())
-            self._rows_with_adopters.update(owner for owner in owners if owner is not None)
         if needed or hit.num_tokens:
             self.coordinator.allocate(row, num_tokens, hit)
         self.cache_blocks(request, num_tokens)
@@ -181,28 +281,43 @@ class KVCacheManager:
         """Register, provisionally, the full blocks among the first `num_tokens` tokens of a request.
 
         The token sampled last has no keys and values yet, so `num_tokens` counts what is computed, not what is known.
+        A token that is computed before it is known ends no block yet; its block is registered in a later step.
         """
         if self.hasher is None:
             return
         registered = self.coordinator.num_cached_blocks(request.row)
-        self.hasher.extend(request.block_keys, request.token_ids, request.first_block_extra)
-        new_blocks = self.coordinator.cache_blocks(request.row, request.block_keys, num_tokens)
+        new_blocks = self._register(request, num_tokens)
         if new_blocks:
-            self._registered_before.setdefault(request.row, registered)
-            self._provisional_owner.update(dict.fromkeys(new_blocks, request.row))
+            step = self._current_step
+            step.registered_before.setdefault(request.row, registered)
+            step.owners.update(dict.fromkeys(new_blocks, request.row))
+
+    def cache_computed_blocks(self, request: Request, num_tokens: int) -> None:
+        """Register, for good, the full blocks among a request's first `num_tokens` tokens, which are computed."""
+        if self.hasher is not None:
+            self._register(request, num_tokens)
+
+    def begin_step(self) -> None:
+        """Say that the next step is planned from now on. What the one before it registered stays provisional."""
+        self._provisional.append(_ProvisionalKeys())
 
     def commit_step(self) -> None:
-        """Make the keys of the planned step final: what they stand for has been computed."""
-        self._provisional_owner.clear()
-        self._registered_before.clear()
-        self._rows_with_adopters.clear()
+        """Make the keys of the oldest step under way final: what they stand for has been computed."""
+        if self._provisional:
+            self._provisional.popleft()
+
+    def cancel_step(self) -> None:
+        """Forget the step that was planned last; each of its requests has dropped its provisional keys before."""
+        if self._provisional:
+            self._provisional.pop()
 
     def drop_provisional_keys(self, request: Request) -> None:
-        """Take back the keys that the request registered in this step: it will not be computed after all."""
-        registered = self._registered_before.pop(request.row, None)
-        if registered is not None:
-            self.coordinator.uncache_blocks(request.row, registered)
-            self._provisional_owner = {b: row for b, row in self._provisional_owner.items() if row != request.row}
+        """Take back the keys that the request registered in steps under way: it will not be computed after all."""
+        for step in reversed(self._provisional):
+            registered = step.registered_before.pop(request.row, None)
+            if registered is not None:
+                self.coordinator.uncache_blocks(request.row, registered)
+                step.owners = {b: row for b, row in step.owners.items() if row != request.row}
 
     def forget_blocks(self, request: Request) -> None:
         """Make what the request holds unfindable, because its content cannot be trusted."""
@@ -223,5 +338,11 @@ class KVCacheManager:
             "wait for them to finish, or abort them, and call again.",
         )
 
-    def _wait_for_memory(self, needed: int) -> Verdict:
-        return Verdict(Fit.WAIT_MEMORY, f"{needed} blocks are needed, {self.pool.num_free_blocks} are free")
+    def _register(self, request: Request, num_tokens: int) -> list[int]:
+        assert self.hasher is not None
+        self.hasher.extend(request.block_keys, request.token_ids, request.first_block_extra)
+        return self.coordinator.cache_blocks(request.row, request.block_keys, min(num_tokens, request.num_tokens))
+
+    def _wait_for_memory(self, needed: int, num_reserved: int = 0) -> Verdict:
+        kept = f", {num_reserved} of them kept for others" if num_reserved else ""
+        return Verdict(Fit.WAIT_MEMORY, f"{needed} blocks are needed, {self.pool.num_free_blocks} are free{kept}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from octavo.core.batch import LayerCache, StepBatch
 from octavo.core.interfaces import AttentionBackend, KVCacheSpec, Model
-from octavo.core.kv_cache_config import KVCacheConfig
+from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup
 from octavo.core.sampler import Sampler
-from octavo.core.step_plan import StepPlan, StepResult
+from octavo.core.step_plan import LatestTokens, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -31,7 +32,10 @@ class ModelRunner:
         self.model = model
         self.device = device
         self.sampler = Sampler()
-        self._layers = _bind_layers(backends, kv_cache_config, device)
+        self._groups = kv_cache_config.groups
+        self.kv_cache_buffers = allocate_kv_cache(kv_cache_config, device)
+        self._layers = _bind_layers(backends, kv_cache_config.groups, self.kv_cache_buffers)
+        self._latest = LatestTokens()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step. An empty plan computes nothing."""
@@ -39,12 +43,32 @@ class ModelRunner:
             self.sampler.set_row(row)
         if not plan.num_tokens:
             return StepResult()
+        self._latest.fill_in(plan)
         with torch.inference_mode():
             logits = self.logits(plan)
-            if logits is None:
-                return StepResult()
-            positions = plan.first_positions + plan.num_new_tokens
-            return self.sampler.sample(logits, plan.rows[plan.samples].tolist(), positions[plan.samples].tolist())
+            result = StepResult() if logits is None else self._sample(logits, plan)
+        self._latest.keep(plan, result)
+        return result
+
+    def _sample(self, logits: Tensor, plan: StepPlan) -> StepResult:
+        positions = plan.first_positions + plan.num_new_tokens
+        return self.sampler.sample(logits, plan.rows[plan.samples].tolist(), positions[plan.samples].tolist())
+
+    def fill_kv_cache(self, plan: StepPlan) -> None:
+        """Write the keys and values of a plan's tokens. Nothing is sampled, and nothing about other rows changes."""
+        with torch.inference_mode():
+            self.logits(plan)
+
+    def block_differences(
+        self, group_id: int, block_ids: Sequence[int], other_block_ids: Sequence[int]
+    ) -> dict[int, float]:
+        """See `VerifiableRunner.block_differences`."""
+        group = self._groups[group_id]
+        differences = {}
+        for buffer, layer in zip(self.kv_cache_buffers, group.layers, strict=False):
+            pages = _pages(buffer, block_ids, group.spec)
+            differences[layer] = _largest_difference(pages, _pages(buffer, other_block_ids, group.spec))
+        return differences
 
     def logits(self, plan: StepPlan) -> Tensor | None:
         """Run the model; return the logits of the entries that sample, None when none does. [num_samples, vocab]"""
@@ -89,10 +113,29 @@ def try_bind(backend: AttentionBackend, spec: KVCacheSpec, device: str) -> None:
     backend.bind(torch.zeros((2, spec.page_bytes), dtype=torch.uint8, device=device), spec)
 
 
-def _bind_layers(backends: Sequence[AttentionBackend], config: KVCacheConfig, device: str) -> list[LayerCache]:
-    buffers = allocate_kv_cache(config, device)
+def _pages(buffer: Tensor, block_ids: Sequence[int], spec: KVCacheSpec) -> Tensor:
+    """Return the numbers that blocks hold in a layer, at least float32. [num_blocks, numbers in a page]"""
+    # What has no one element type is compared byte by byte.
+    dtype: torch.dtype = getattr(torch, getattr(spec, "dtype", "uint8"))
+    pages = buffer[list(block_ids), : spec.page_bytes].view(dtype)
+    return pages.to(torch.promote_types(pages.dtype, torch.float32))
+
+
+def _largest_difference(pages: Tensor, others: Tensor) -> float:
+    """Return the largest |a - b| / (|b| + mean of the page's |b|); NaN where a number is not finite."""
+    if not (torch.isfinite(pages).all() and torch.isfinite(others).all()):
+        return math.nan
+    magnitudes = others.abs()
+    differences = (pages - others).abs() / (magnitudes + magnitudes.mean(dim=1, keepdim=True))
+    # A page of zeros has no magnitude.
+    return float(torch.where(pages == others, 0.0, differences).max())
+
+
+def _bind_layers(
+    backends: Sequence[AttentionBackend], groups: Sequence[KVCacheGroup], buffers: Sequence[Tensor]
+) -> list[LayerCache]:
     layers: dict[int, LayerCache] = {}
-    for group_id, group in enumerate(config.groups):
+    for group_id, group in enumerate(groups):
         for slot, layer in enumerate(group.layers):
             backend = backends[layer]
             layers[layer] = LayerCache(

@@ -7,6 +7,12 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# Stop reasons that are words.
+KV_CACHE_FULL = "kv_cache_full"
+NON_FINITE_LOGITS = "non_finite_logits"
+STUCK = "stuck"
+LOST = "lost"
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -108,8 +114,8 @@ class CompletionOutput:
         finish_reason: "stop" (end of sequence, stop id or stop string), "length", "abort" or "error"; None while the
             choice goes on.
         stop_reason: The stop string or stop token id that ended it; "kv_cache_full" with "length", where the request
-            filled the KV cache alone; "non_finite_logits" or "detokenizer_failed" with "error"; None for end of
-            sequence.
+            filled the KV cache alone; "non_finite_logits", "detokenizer_failed", "stuck" or "lost" with "error"; None
+            for end of sequence.
     """
 
     index: int

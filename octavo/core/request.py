@@ -12,6 +12,9 @@ from octavo.core.sampling_params import SamplingParams
 
 NO_ROW = -1
 
+# Name, and how often the weights of that name have changed.
+AdapterKey = tuple[str, int]
+
 
 class RequestStatus(enum.Enum):
     """Where a request stands. A preempted one waits as well, and has tokens of its own already."""
@@ -74,6 +77,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: AdapterKey | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.request_id = request_id
@@ -88,7 +92,7 @@ class Request:
         self.priority = priority
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.first_block_extra: tuple[ExtraKey, ...] = () if cache_salt is None else (("salt", cache_salt),)
+        self.first_block_extra = _first_block_extra(cache_salt, adapter)
         self.block_keys: list[bytes] = []
         # (pool generation, number of tokens, hit) of the last look-up; only KVCacheManager reads it.
         self.hit_memo: tuple[int, int, object] | None = None
@@ -125,3 +129,9 @@ class Request:
         if len(self.token_ids) >= self.max_total_tokens:
             return "length", None
         return None, None
+
+
+def _first_block_extra(cache_salt: str | None, adapter: AdapterKey | None) -> tuple[ExtraKey, ...]:
+    """Return what else than tokens the first block stands for; the chain of keys carries it on."""
+    salt: tuple[ExtraKey, ...] = () if cache_salt is None else (("salt", cache_salt),)
+    return salt if adapter is None else (*salt, ("lora", *adapter))

@@ -4,6 +4,7 @@ Kept as columns so that a question about all requests ("who is one token behind?
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,6 +19,8 @@ class RequestTable:
         num_tokens: Tokens known, int32. Mirrors `len(request.token_ids)`. [num_rows]
         num_computed_tokens: Tokens whose keys and values are stored or planned to be, int32. [num_rows]
         max_total_tokens: The request ends when it has this many tokens, int32. [num_rows]
+        num_awaited_tokens: Tokens that steps under way will sample, int32. Kept while a step is planned. [num_rows]
+        awaits_tokens: Whether there are any.
         last_token_ids: The token known last, int32. [num_rows]
         quiet_until: While no more tokens than this are computed, nothing changes about the row's blocks, int32.
             [num_rows]
@@ -27,6 +30,8 @@ class RequestTable:
         self.num_tokens: Int32Array = np.zeros(num_rows, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(num_rows, np.int32)
         self.max_total_tokens: Int32Array = np.zeros(num_rows, np.int32)
+        self.num_awaited_tokens: Int32Array = np.zeros(num_rows, np.int32)
+        self.awaits_tokens = False
         self.last_token_ids: Int32Array = np.zeros(num_rows, np.int32)
         self.quiet_until: Int32Array = np.zeros(num_rows, np.int32)
         # The lowest free row first, so that the rows in use stay close together.
@@ -39,8 +44,16 @@ class RequestTable:
         self.num_tokens[row] = request.num_tokens
         self.num_computed_tokens[row] = num_computed_tokens
         self.max_total_tokens[row] = request.max_total_tokens
+        self.num_awaited_tokens[row] = 0
         self.last_token_ids[row] = request.token_ids[-1]
         self.quiet_until[row] = 0
+
+    def expect_tokens(self, rows: Sequence[int]) -> None:
+        """Say for which rows steps under way will sample a token: for these and no others."""
+        if self.awaits_tokens or len(rows):
+            self.num_awaited_tokens[:] = 0
+            self.num_awaited_tokens[list(rows)] = 1
+            self.awaits_tokens = len(rows) > 0
 
     def remove(self, request: Request) -> None:
         """Take the request's row back."""

@@ -12,7 +12,7 @@ import numpy as np
 from octavo.core.interfaces import SingleTypeKVCacheManager
 from octavo.core.request import Request
 from octavo.core.request_table import RequestTable
-from octavo.core.step_plan import Int32Array, RowSampling, StepPlan
+from octavo.core.step_plan import AWAITED, Int32Array, RowSampling, StepPlan
 
 
 class Entries:
@@ -105,10 +105,12 @@ def make_plan(
     rows = entries.rows
     num_computed = table.num_computed_tokens[rows]
     first_positions = num_computed - num_new_tokens
-    samples = num_computed == table.num_tokens[rows]
+    samples = num_computed == table.num_tokens[rows] + (table.num_awaited_tokens[rows] if table.awaits_tokens else 0)
     num_decode_entries = int((num_new_tokens == 1).sum())
 
     decode_token_ids = table.last_token_ids[rows[:num_decode_entries]]
+    if table.awaits_tokens:
+        decode_token_ids[table.num_awaited_tokens[rows[:num_decode_entries]] > 0] = AWAITED
     # One new token may also be a piece of a prompt.
     for entry in np.flatnonzero(~samples[:num_decode_entries]).tolist():
         decode_token_ids[entry] = entries.requests[entry].token_ids[first_positions[entry]]

@@ -6,30 +6,48 @@ of them and a generating request by one, and each step lets requests catch up wi
     add_request ─► waiting ─► running ─► finished
                       ▲          │
                       └─preempt──┘   blocks given back; its tokens stay, and are computed again
+
+A step may be planned while the one before it runs. Then a generating request awaits a token: it counts as known, the
+plan leaves its place open, and the model runner fills it in.
 """
 
 from __future__ import annotations
 
-import logging
+from collections import deque
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from octavo.core.admission import Admission
+from octavo.core.chunking import Chunking
+from octavo.core.intake import Intake
 from octavo.core.interfaces.request_queue import RequestQueue
-from octavo.core.kv_cache_coordinator import PrefixHit
-from octavo.core.kv_cache_manager import Fit, KVCacheManager, ResetResult
-from octavo.core.outputs import EngineOutput, FinishReason, TokenLogprobs
-from octavo.core.request import Request, RequestStatus
-from octavo.core.request_table import RequestTable
-from octavo.core.scheduled import Entries, Scheduled, make_plan, row_sampling
+from octavo.core.kv_cache_manager import KVCacheManager, ResetResult
+from octavo.core.outputs import EngineOutput
+from octavo.core.request import NO_ROW, Request, RequestStatus
+from octavo.core.roster import Roster
+from octavo.core.running_pass import RunningPass
+from octavo.core.scheduled import Entries, make_plan
 from octavo.core.stats import EngineStats
-from octavo.core.step_plan import RowSampling, StepPlan, StepResult
-from octavo.core.waiting_line import WaitingLine
-from octavo.errors import InvalidRequestError, PluginContractError
+from octavo.core.step_builder import StepBuilder
+from octavo.core.step_plan import StepPlan, StepResult
+from octavo.core.watchdog import Watchdog
+from octavo.errors import InvalidRequestError
 
-logger = logging.getLogger(__name__)
 
-KV_CACHE_FULL = "kv_cache_full"
-NON_FINITE_LOGITS = "non_finite_logits"
+@dataclass(frozen=True)
+class _StepUnderWay:
+    """A plan whose output has not arrived.
+
+    Attributes:
+        plan: The plan.
+        entries: Who owns its entries.
+        num_departures: How many requests had left the running ones until then.
+    """
+
+    plan: StepPlan
+    entries: Entries
+    num_departures: int
 
 
 class Scheduler:
@@ -42,6 +60,8 @@ class Scheduler:
         max_num_batched_tokens: Tokens that a step computes at most.
         enable_chunked_prefill: Whether a prompt may be computed over several steps. Without it a prompt runs whole
             in one step or waits.
+        long_prefill_token_threshold: Tokens of one prompt that a step computes at most; 0 sets no limit.
+        watermark: Share of the pool that no request is admitted into while others run.
     """
 
     def __init__(
@@ -52,29 +72,23 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        watermark: float = 0.0,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
-        self.kv_cache_manager.coordinator.reserve_rows(max_num_seqs)
         self.waiting = waiting
-        self.running: list[Request] = []
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self._requests: dict[str, Request] = {}
-        self._line = WaitingLine(waiting, self._requests)
-        self._table = RequestTable(max_num_seqs)
-        # The running requests as columns, until one comes or goes.
-        self._all_running: Entries | None = None
-        # The latest plan, its entries, and the departures up to then.
-        self._planned: tuple[StepPlan, Entries, int] | None = None
-        self._num_departures = 0
-        # Requests that ended outside a step; they are reported with the next one.
-        self._ended = EngineOutput()
-        self._queried_tokens = 0
-        self._hit_tokens = 0
-        self._recomputed_tokens = 0
-        self._preemptions = 0
-        self._steps = 0
+        chunking = Chunking(max_num_batched_tokens, enable_chunked_prefill, long_prefill_token_threshold)
+        num_watermark_blocks = int(watermark * kv_cache_manager.pool.num_usable_blocks)
+        self._roster = Roster(kv_cache_manager, waiting, max_num_seqs)
+        self._admission = Admission(self._roster, chunking, max_num_seqs, num_watermark_blocks)
+        self._running_pass = RunningPass(self._roster, chunking)
+        self._intake = Intake(self._roster)
+        self._watchdog = Watchdog(self._roster)
+        # Oldest first. More than one while a step is planned ahead.
+        self._under_way: deque[_StepUnderWay] = deque()
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -84,19 +98,18 @@ class Scheduler:
         Raises:
             InvalidRequestError: Its id is taken, or it could never run. Nothing has changed.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self._roster.requests:
             raise InvalidRequestError(
                 f"A request with the id {request.request_id!r} is under way; use another id.", parameter="request_id"
             )
         self.check_admissible(request.num_tokens)
-        # The queue first: it may be somebody else's code, and raise.
-        self._line.add(request)
-        self._requests[request.request_id] = request
+        self._roster.add(request)
 
     def check_admissible(self, num_prompt_tokens: int) -> None:
         """Raise InvalidRequestError for a prompt length that could never run, with the numbers."""
         verdict = self.kv_cache_manager.could_ever_hold(num_prompt_tokens)
         if not verdict:
+            self._roster.counters.never_fitted += 1
             raise InvalidRequestError(
                 f"The prompt of {num_prompt_tokens} tokens does not fit: {verdict.reason} "
                 f"({self._capacity_in_tokens()} tokens). Shorten it, or give the engine more num_kv_blocks or "
@@ -117,353 +130,147 @@ class Scheduler:
         Returns:
             Whether the request was under way.
         """
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is None:
             return False
-        self._end(request, "abort")
+        self._roster.end(request, "abort")
         return True
 
     def take_ended(self) -> EngineOutput:
         """Return what ended outside of a step and was not reported yet, without computing anything."""
-        output, self._ended = self._ended, EngineOutput()
+        output, self._roster.ended = self._roster.ended, EngineOutput()
         return output
 
     def has_unfinished_requests(self) -> bool:
         """Say whether a further step has something to compute or to report."""
-        return bool(self._requests) or len(self._ended) > 0
+        return bool(self._roster.requests) or len(self._roster.ended) > 0
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step and give their requests the blocks for them."""
-        num_preempted = 0
-        scheduled = self.schedule_all_running()
-        if scheduled is None:
-            scheduled, num_preempted = self._schedule_running_in_turn()
-        new_rows: list[RowSampling] = []
-        if not num_preempted and len(self._line):
-            scheduled = self._admit_waiting(scheduled, new_rows)
-        if not len(scheduled.entries) and not num_preempted and self._requests and not len(self._ended):
-            # An empty pool refuses nobody that was admissible, so somebody has lost a request, or counts wrongly.
-            raise PluginContractError(self._why_nothing_goes_on())
-        entries, plan = make_plan(scheduled, self._table, self.kv_cache_manager.coordinator.managers, new_rows)
-        self._planned = plan, entries, self._num_departures
+        roster = self._roster
+        self.kv_cache_manager.begin_step()
+        self._watchdog.end_the_lost()
+        self._admission.waiting_because = None
+        roster.table.expect_tokens(self._awaited_rows())
+        step = StepBuilder(self.max_num_batched_tokens)
+        self._admission.displace(step)
+        prompts = self._running_pass.schedule(step)
+        if step.preempted:
+            self._admission.waiting_because = "others were preempted in this step"
+        else:
+            prompts += self._admission.admit_waiting(step)
+        self._running_pass.share_the_rest(prompts, step)
+        is_idle = not len(step) and not step.preempted and not self._under_way
+        if is_idle and roster.requests and not len(roster.ended):
+            # An empty pool refuses nobody that was admissible, so a part does not keep its contract.
+            self._watchdog.end_the_stuck()
+        managers = self.kv_cache_manager.coordinator.managers
+        entries, plan = make_plan(step.scheduled(), roster.table, managers, step.new_rows)
+        self._under_way.append(_StepUnderWay(plan, entries, roster.num_departures))
         return plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> EngineOutput:
-        """Take in the tokens of a step, end the requests that are done, and report."""
+        """Take in the tokens of the oldest step under way, end the requests that are done, and report.
+
+        Raises:
+            ValueError: The plan is another one: each is to be taken in or rolled back, in order.
+        """
+        if not self._under_way or self._under_way[0].plan is not plan:
+            raise ValueError("the plan is not the oldest one whose output has not arrived")
         self.kv_cache_manager.commit_step()
         output = self.take_ended()
         if plan.num_tokens:
-            self._steps += 1
-        entries = self.entries_of(plan)
-        if entries is not None and plan.samples.all() and True not in result.failed:
-            self._take_in_all(entries, result, output)
-        else:
-            self._take_in_one_by_one(plan, result, output)
+            self._roster.counters.steps += 1
+        entries = self._entries_of_oldest()
+        self._under_way.popleft()
+        if entries is None or not self._intake.take_in_all(plan, entries, result, output):
+            self._intake.take_in_one_by_one(plan, result, output)
         return output
 
     def roll_back(self, plan: StepPlan) -> list[str]:
-        """Undo a plan whose step failed: its requests give their blocks back and wait to be computed anew.
+        """Undo a plan that failed or was not run, and those after it: their requests wait to be computed anew.
 
         What the step was to write may be written in part, so nothing that was registered for it stays findable.
 
         Returns:
-            The requests' ids, in order of arrival.
+            The ids of the plan's requests, in order of arrival.
         """
-        owners = [self._owner(plan, entry) for entry in range(plan.num_entries)]
-        requests = sorted((request for request in owners if request is not None), key=lambda request: request.arrival)
+        while True:
+            latest = self._under_way.pop().plan
+            requests = self._take_back(latest)
+            self.kv_cache_manager.cancel_step()
+            if latest is plan:
+                return [request.request_id for request in requests]
+
+    def _take_back(self, plan: StepPlan) -> list[Request]:
+        """Put the requests of a plan that is not computed back in line; return them in order of arrival."""
+        owners = [self._roster.owner(plan, entry) for entry in range(plan.num_entries)]
+        owned = zip(owners, plan.num_new_tokens.tolist(), strict=True)
+        num_new_tokens = {request: number for request, number in owned if request is not None}
+        requests = sorted(num_new_tokens, key=lambda request: request.arrival)
         for request in reversed(requests):
-            self._put_back_in_line(request)
-        self.kv_cache_manager.commit_step()
-        return [request.request_id for request in requests]
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_before_preemption = self._roster.num_computed(request)
+                self._roster.put_back_in_line(request)
+            request.num_computed_before_preemption -= num_new_tokens[request]
+        return requests
 
-    # -- taking a step in ---------------------------------------------------------------------------------------
+    def _awaited_rows(self) -> list[int]:
+        """Return the rows for which steps under way will sample a token."""
+        owners = [
+            self._roster.owner(step.plan, entry)
+            for step in self._under_way
+            for entry in np.flatnonzero(step.plan.samples).tolist()
+        ]
+        return [request.row for request in owners if request is not None and request.row != NO_ROW]
 
-    def _take_in_all(self, entries: Entries, result: StepResult, output: EngineOutput) -> None:
-        """Take in a token for each entry: the same as `_take_in_one_by_one`, in columns."""
-        rows, table = entries.rows, self._table
-        table.num_tokens[rows] += 1
-        table.last_token_ids[rows] = result.token_ids
-        for request, token_id in zip(entries.requests, result.token_ids, strict=True):
-            request.token_ids.append(token_id)
-        first = len(output)
-        output.add_column(
-            entries.request_ids,
-            result.token_ids,
-            result.logprobs,
-            entries.num_cached_tokens,
-            entries.num_preemptions,
-        )
-        is_ended = table.num_tokens[rows] >= table.max_total_tokens[rows]
-        if not entries.stop_token_ids.isdisjoint(result.token_ids):
-            is_ended |= np.isin(result.token_ids, list(entries.stop_token_ids))
-        for entry in np.flatnonzero(is_ended).tolist():
-            request = entries.requests[entry]
-            # A stop id of one request may be any other id to the next.
-            finish_reason, stop_reason = request.end_with(result.token_ids[entry])
-            if finish_reason is not None:
-                output.finish_reasons[first + entry] = finish_reason
-                output.stop_reasons[first + entry] = stop_reason
-                self._release(request)
+    def is_wanted(self, plan: StepPlan) -> bool:
+        """Say whether one of a plan's requests is still under way."""
+        return any(self._roster.owner(plan, entry) is not None for entry in range(plan.num_entries))
 
-    def _take_in_one_by_one(self, plan: StepPlan, result: StepResult, output: EngineOutput) -> None:
-        sampled = zip(result.token_ids, result.failed, result.logprobs, strict=True)
-        for entry in np.flatnonzero(plan.samples).tolist():
-            token_id, has_failed, logprobs = next(sampled)
-            request = self._owner(plan, entry)
-            if request is None:
-                # Aborted while the step ran.
-                continue
-            if has_failed:
-                self.kv_cache_manager.forget_blocks(request)
-                self._end(request, "error", NON_FINITE_LOGITS, output)
-                continue
-            finish_reason, stop_reason = request.append_token(token_id)
-            self._table.num_tokens[request.row] += 1
-            self._table.last_token_ids[request.row] = token_id
-            self._report(output, request, [token_id], finish_reason, stop_reason, logprobs)
-            if finish_reason is not None:
-                self._release(request)
+    def _entries_of_oldest(self) -> Entries | None:
+        """Return who owns the entries of the oldest plan under way; None when one of them has left since."""
+        oldest = self._under_way[0]
+        return oldest.entries if oldest.num_departures == self._roster.num_departures else None
 
     # -- state, for whoever watches -----------------------------------------------------------------------------
 
+    @property
+    def running(self) -> list[Request]:
+        """Those that hold blocks, in order of admission."""
+        return self._roster.running
+
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
-        pool = self.kv_cache_manager.pool
+        pool, num_waiting = self.kv_cache_manager.pool, len(self.waiting)
         return EngineStats(
             running=len(self.running),
-            waiting=len(self.waiting),
+            waiting=num_waiting,
             free_blocks=pool.num_free_blocks,
             used_blocks=pool.num_used_blocks,
-            queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_tokens,
-            recomputed_tokens=self._recomputed_tokens,
-            preemptions=self._preemptions,
-            steps=self._steps,
+            cached_blocks=pool.num_cached_blocks,
+            waiting_because=self._admission.waiting_because if num_waiting else None,
+            evicted_blocks=pool.num_evictions,
+            **vars(self._roster.counters),
         )
 
-    def reset_prefix_cache(self) -> ResetResult:
-        """Forget all cached prefixes, if no request holds blocks; say what was done."""
-        return self.kv_cache_manager.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> ResetResult:
+        """Forget all cached prefixes, and say what was done.
 
-    # -- the running pass ---------------------------------------------------------------------------------------
-
-    def schedule_all_running(self) -> Scheduled | None:
-        """Let every running request catch up, where the budget and the free blocks are enough for all of them.
-
-        The same as `_schedule_running_in_turn`, in columns. In most steps of most requests nothing changes about
-        blocks; only where something does the KV cache is asked.
-
-        Returns:
-            None where somebody might have to do with less.
+        Args:
+            reset_running_requests: Whether running requests are preempted for it, the last admitted first, and
+                computed anew from nothing; a step that is planned is undone. Without, it is refused while they hold
+                blocks.
         """
-        entries, table = self._running_entries(), self._table
-        rows = entries.rows
-        num_computed = table.num_computed_tokens[rows]
-        num_new = table.num_tokens[rows] - num_computed
-        if int(num_new.sum()) > self.max_num_batched_tokens or not num_new.all():
-            return None
-        changing = np.flatnonzero(num_computed + num_new > table.quiet_until[rows]).tolist()
-        if self.kv_cache_manager.most_new_blocks(num_new[changing]) > self.kv_cache_manager.pool.num_free_blocks:
-            return None
-        for entry in changing:
-            request, computed, new = entries.requests[entry], int(num_computed[entry]), int(num_new[entry])
-            if not self.kv_cache_manager.allocate_slots(request, computed, new):
-                # A manager takes more than blocks for the new tokens. Who was served keeps what he got.
-                return None
-            table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(computed + new)
-        table.num_computed_tokens[rows] += num_new
-        return Scheduled(entries, num_new)
-
-    def _schedule_running_in_turn(self) -> tuple[Scheduled, int]:
-        """Let running requests catch up, in order of admission. Return how many were preempted for it, too."""
-        scheduled: dict[Request, int] = {}
-        budget = self.max_num_batched_tokens
-        num_preempted = 0
-        for request in tuple(self.running):
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            num_new = min(self._table.num_tokens_behind(request), budget)
-            if num_new == 0:
-                continue
-            while not self._has_room_for(request, num_new):
-                if len(self.running) == 1:
-                    # Alone, and the pool is full: no preemption can help.
-                    self._end(request, "length", KV_CACHE_FULL)
-                    break
-                victim = max(self.running, key=_last_served)
-                budget += scheduled.pop(victim, 0)
-                self._preempt(victim)
-                num_preempted += 1
-                if victim is request:
-                    break
-            if request.status is RequestStatus.RUNNING:
-                scheduled[request] = num_new
-                self._table.num_computed_tokens[request.row] += num_new
-                budget -= num_new
-        return Scheduled(Entries(tuple(scheduled)), np.array(list(scheduled.values()), np.int32)), num_preempted
-
-    def _has_room_for(self, request: Request, num_new: int) -> bool:
-        """Give a running request the slots for its next tokens; return whether they could be had."""
-        computed = self._num_computed(request)
-        if computed + num_new <= self._table.quiet_until[request.row]:
-            return True
-        if not self.kv_cache_manager.allocate_slots(request, computed, num_new):
-            return False
-        self._table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(computed + num_new)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        # Adoption happens in the waiting pass, which comes after the last preemption of a step.
-        assert not self.kv_cache_manager.has_adopters(request)
-        self._preemptions += 1
-        request.num_preemptions += 1
-        request.num_computed_before_preemption = self._num_computed(request)
-        self._put_back_in_line(request)
-        logger.debug("preempted %s with %d tokens", request.request_id, request.num_tokens)
-
-    def _put_back_in_line(self, request: Request) -> None:
-        self.kv_cache_manager.drop_provisional_keys(request)
-        self._leave_running(request)
-        request.status = RequestStatus.PREEMPTED
-        self._line.add_back(request)
-
-    # -- the waiting pass ---------------------------------------------------------------------------------------
-
-    def _admit_waiting(self, scheduled: Scheduled, new_rows: list[RowSampling]) -> Scheduled:
-        """Admit waiting requests in the queue's order while slots, budget and memory last; return all together.
-
-        Budget is left only when no running request is behind, so nobody is owed blocks for a prompt under way.
-        """
-        budget = self.max_num_batched_tokens - int(scheduled.num_new_tokens.sum())
-        admitted: dict[Request, int] = {}
-        while budget and len(self._line) and len(self.running) < self.max_num_seqs:
-            request = self._line.first()
-            hit = self.kv_cache_manager.get_computed_blocks(request)
-            verdict = self.kv_cache_manager.can_admit(request, hit)
-            if verdict.fit is Fit.NEVER:
-                # It fitted when it arrived, and has outgrown the pool since.
-                self._end(request, "length", KV_CACHE_FULL)
-                continue
-            num_new = self._first_chunk(request, hit, budget)
-            if not verdict or not num_new:
-                logger.debug("%s waits: %s", request.request_id, verdict.reason or "no room in this step's budget")
-                break
-            self._line.take_first(request)
-            self._admit(request, hit, num_new)
-            new_rows.append(row_sampling(request))
-            admitted[request] = num_new
-            budget -= num_new
-        return scheduled.with_more(admitted) if admitted else scheduled
-
-    def _first_chunk(self, request: Request, hit: PrefixHit, budget: int) -> int:
-        """Return how many tokens of a waiting request to compute first; 0 to let it wait."""
-        num_missing = request.num_tokens - hit.num_tokens
-        # A preempted request may have grown past the budget; computing it whole would never be possible.
-        may_be_cut = self.enable_chunked_prefill or request.num_tokens > self.max_num_batched_tokens
-        if num_missing <= budget:
-            return num_missing
-        return budget if may_be_cut else 0
-
-    def _admit(self, request: Request, hit: PrefixHit, num_new: int) -> None:
-        self._table.add(request, hit.num_tokens)
-        verdict = self.kv_cache_manager.allocate_slots(request, hit.num_tokens, num_new, hit)
-        assert verdict, f"admitted and then refused: {verdict.reason}"
-        self._table.num_computed_tokens[request.row] += num_new
-        self._table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(hit.num_tokens + num_new)
-        if request.num_cached_tokens is None:
-            self._queried_tokens += request.num_tokens
-            self._hit_tokens += hit.num_tokens
-            request.num_cached_tokens = hit.num_tokens
-        else:
-            self._recomputed_tokens += max(request.num_computed_before_preemption - hit.num_tokens, 0)
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
-        self._all_running = None
-
-    # -- smaller steps ------------------------------------------------------------------------------------------
-
-    def _running_entries(self) -> Entries:
-        if self._all_running is None:
-            self._all_running = Entries(self.running)
-        return self._all_running
-
-    def entries_of(self, plan: StepPlan) -> Entries | None:
-        """Return who owns the entries of the latest plan; None when one of them has left since."""
-        if self._planned is None or self._planned[0] is not plan or self._planned[2] != self._num_departures:
-            return None
-        return self._planned[1]
-
-    def _why_nothing_goes_on(self) -> str:
-        pool = self.kv_cache_manager.pool
-        return (
-            f"Nothing can go on: of {len(self._requests)} requests under way {len(self.running)} are running, the "
-            f"request queue {self._line.name} says that {len(self._line)} wait, and "
-            f"{pool.num_free_blocks} of {pool.num_usable_blocks} blocks are free. A request queue or a KV-cache "
-            "manager does not keep its contract."
-        )
-
-    def _owner(self, plan: StepPlan, entry: int) -> Request | None:
-        """Return the request of a plan entry, or None when it has ended since; its id may be in use again."""
-        request = self._requests.get(plan.request_ids[entry])
-        return request if request is not None and request.arrival == plan.arrivals[entry] else None
-
-    def _num_computed(self, request: Request) -> int:
-        return int(self._table.num_computed_tokens[request.row])
+        preempted = self.running[::-1] if reset_running_requests else []
+        for request in preempted:
+            self._roster.preempt(request, StepBuilder(0))
+        if reset_running_requests and self._under_way:
+            self.roll_back(self._under_way[0].plan)
+        return replace(self.kv_cache_manager.reset_prefix_cache(), num_preempted=len(preempted))
 
     def _capacity_in_tokens(self) -> int:
         block_size = max(manager.block_size for manager in self.kv_cache_manager.coordinator.managers)
         return self.kv_cache_manager.pool.num_usable_blocks * block_size
-
-    def _end(
-        self,
-        request: Request,
-        finish_reason: FinishReason,
-        stop_reason: str | None = None,
-        output: EngineOutput | None = None,
-    ) -> None:
-        """End a request that got no token for it."""
-        self._report(self._ended if output is None else output, request, [], finish_reason, stop_reason, None)
-        self._release(request)
-
-    def _release(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
-            # Ended in the middle of a step, it may have keys for blocks that nothing will fill.
-            self.kv_cache_manager.drop_provisional_keys(request)
-            self._leave_running(request)
-        else:
-            self._line.remove(request)
-        request.status = RequestStatus.FINISHED
-        del self._requests[request.request_id]
-
-    def _leave_running(self, request: Request) -> None:
-        self.running.remove(request)
-        self._all_running = None
-        self._num_departures += 1
-        self.kv_cache_manager.free(request)
-        self._table.remove(request)
-
-    def _report(
-        self,
-        output: EngineOutput,
-        request: Request,
-        new_token_ids: list[int],
-        finish_reason: FinishReason | None,
-        stop_reason: int | str | None,
-        logprobs: TokenLogprobs | None,
-    ) -> None:
-        output.add(
-            request.request_id,
-            new_token_ids,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            logprobs=None if logprobs is None else [logprobs],
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_preemptions=request.num_preemptions,
-        )
-
-
-def _last_served(request: Request) -> tuple[int, int]:
-    """Order in which running requests are given up, the largest first: least urgent, then last to arrive."""
-    return request.priority, request.arrival

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
-from octavo.core.interfaces.request_queue import RequestQueue
+from octavo.core.interfaces.request_queue import QueuedRequest, RequestQueue
 from octavo.core.request import Request, RequestStatus
 from octavo.errors import PluginBroken, PluginContractError, describe
 
@@ -25,8 +26,24 @@ class WaitingLine:
     def name(self) -> str:
         return type(self._queue).__qualname__
 
+    @property
+    def may_displace(self) -> bool:
+        """Whether the queue says for itself who displaces whom."""
+        return type(self._queue).displaces is not RequestQueue.displaces
+
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        """Say whether a running request gives up its place for a waiting one."""
+        return self._queue.displaces(waiting, running)
+
+    def urgency(self, request: Request) -> tuple[int, ...]:
+        """Return what orders requests from the most urgent to the least."""
+        return self._queue.urgency(request)
+
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([request for request in self._queue if isinstance(request, Request)])
 
     def add(self, request: Request) -> None:
         """Take in a request that has just arrived.
@@ -54,17 +71,16 @@ class WaitingLine:
         Raises:
             PluginContractError: The queue shows something else than a request that waits.
         """
-        request = self._queue.peek_request()
-        if (
-            not isinstance(request, Request)
-            or self._requests.get(request.request_id) is not request
-            or request.status is RequestStatus.RUNNING
-        ):
-            raise PluginContractError(
-                f"The request queue {self.name} shows {getattr(request, 'request_id', request)!r} with peek_request, "
-                "which is not waiting; it must be a request that was added and not taken out since."
-            )
-        return request
+        return self._checked(self._queue.peek_request(), "peek_request")
+
+    def behind(self, num_passed: int) -> Request | None:
+        """Return the request with `num_passed` others before it; None where there are not so many.
+
+        Raises:
+            PluginContractError: As `first`.
+        """
+        request = next(islice(iter(self._queue), num_passed, None), None)
+        return None if request is None else self._checked(request, "iteration")
 
     def take_first(self, request: Request) -> None:
         """Take out the request that `first` returned.
@@ -82,3 +98,15 @@ class WaitingLine:
     def remove(self, request: Request) -> None:
         """Take out a request, wherever it stands."""
         self._queue.remove_request(request)
+
+    def _checked(self, shown: QueuedRequest, method: str) -> Request:
+        if (
+            not isinstance(shown, Request)
+            or self._requests.get(shown.request_id) is not shown
+            or shown.status is RequestStatus.RUNNING
+        ):
+            raise PluginContractError(
+                f"The request queue {self.name} shows {getattr(shown, 'request_id', shown)!r} with {method}, which is "
+                "not waiting; it must be a request that was added and not taken out since."
+            )
+        return shown

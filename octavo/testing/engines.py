@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.engine_core import EngineCore
@@ -58,10 +60,11 @@ def make_hashing_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 1024,
-    enable_chunked_prefill: bool = True,
     eos_token_ids: frozenset[int] = frozenset(),
+    async_scheduling: bool = False,
+    **scheduler_options: Any,
 ) -> tuple[EngineCore, HashingRunner]:
-    """Return an engine over a `HashingRunner`, and the runner."""
+    """Return an engine over a `HashingRunner`, and the runner; further options are the scheduler's."""
     block_size = kv_cache_manager.coordinator.managers[0].block_size
     runner = HashingRunner(kv_cache_manager.pool.num_blocks, block_size)
     scheduler = Scheduler(
@@ -69,7 +72,7 @@ def make_hashing_engine(
         queue,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        enable_chunked_prefill=enable_chunked_prefill,
+        **scheduler_options,
     )
     engine = EngineCore(
         scheduler,
@@ -77,6 +80,7 @@ def make_hashing_engine(
         vocab_size=runner.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
+        async_scheduling=async_scheduling,
     )
     return engine, runner
 
@@ -111,7 +115,10 @@ def assert_nothing_leaks(engine: EngineCore) -> None:
     assert stats.running == stats.waiting == stats.used_blocks == 0
     assert not scheduler.running
     assert not len(scheduler.waiting)
-    assert all(value >= 0 for value in vars(stats).values())
+    assert stats.waiting_because is None
+    assert all(value >= 0 for value in vars(stats).values() if value is not None)
+    assert stats.hit_tokens <= stats.queried_tokens <= stats.prompt_tokens
+    assert stats.added_requests == stats.ended_requests
     assert_pool_is_sound(pool)
     assert sorted(pool.free_queue()) == list(range(1, pool.num_blocks))
     for manager in scheduler.kv_cache_manager.coordinator.managers:
@@ -120,18 +127,40 @@ def assert_nothing_leaks(engine: EngineCore) -> None:
         assert not manager.block_tables.any()
 
 
-def assert_pool_is_sound(pool: BlockPool) -> None:
-    """Check what always holds of a pool."""
+def assert_pool_is_sound(pool: BlockPool, tables: Iterable[Iterable[int]] | None = None) -> None:
+    """Check what always holds of a pool.
+
+    Args:
+        pool: The pool.
+        tables: All block tables over it, null entries included; None where they are not known.
+    """
+    blocks = range(1, pool.num_blocks)
     queue = pool.free_queue()
     assert len(queue) == len(set(queue)) == pool.num_free_blocks
-    assert 0 not in queue
-    assert set(queue) == {b for b in range(1, pool.num_blocks) if pool.ref_count(b) == 0}
+    assert pool.num_free_blocks + pool.num_used_blocks == pool.num_usable_blocks == len(blocks)
+    assert set(queue) == {block_id for block_id in blocks if pool.ref_count(block_id) == 0}
+    assert set(queue) == {block_id for block_id in blocks if pool.is_free(block_id)}
+
     cached = pool.cached_blocks()
-    found = [block_id for blocks in cached.values() for block_id in blocks]
-    assert len(found) == len(set(found)) == pool.num_cached_blocks
-    assert 0 not in found
-    if not pool.enable_caching:
-        assert not found
+    key_of = {block_id: key for key, block_ids in cached.items() for block_id in block_ids}
+    assert len(key_of) == sum(map(len, cached.values())) == pool.num_cached_blocks, "a block has two keys"
+    assert key_of == {block_id: key for block_id, key in enumerate(pool._key_of) if key is not None}
+    assert key_of.keys() <= set(blocks)
+    for (group_id, key), block_ids in cached.items():
+        assert pool.get_cached_block(key, group_id) == block_ids[0]
+    assert pool.enable_caching or not cached
+
+    if tables is not None:
+        occurrences = Counter(block_id for table in tables for block_id in table)
+        assert [pool.ref_count(block_id) for block_id in blocks] == [occurrences[block_id] for block_id in blocks]
+
+
+def assert_tables_are_sound(scheduler: Scheduler) -> None:
+    """Check what always holds of a pool and the tables of the running requests over it."""
+    kv_cache_manager = scheduler.kv_cache_manager
+    managers = kv_cache_manager.coordinator.managers
+    tables = [manager.block_table(request.row).tolist() for request in scheduler.running for manager in managers]
+    assert_pool_is_sound(kv_cache_manager.pool, tables)
 
 
 def assert_llm_is_idle(llm: LLM) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.core.step_plan import RowSampling, StepPlan, StepResult
+from octavo.core.step_plan import LatestTokens, RowSampling, StepPlan, StepResult
 
 UNWRITTEN = -1
 
@@ -51,19 +51,18 @@ class HashingRunner:
         self.failing_request_ids: set[str] = set()
         self._slots = np.full(num_blocks * block_size, UNWRITTEN, np.int32)
         self._rows: dict[int, RowSampling] = {}
+        self._latest = LatestTokens()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Write every new token, then read every context."""
         self.plans.append(plan)
         self._rows.update({row.row: row for row in plan.new_rows})
-        ends = np.cumsum(plan.num_new_tokens)
+        self._latest.fill_in(plan)
         for entry in range(plan.num_entries):
             if self.fail_next is not None and entry >= plan.num_entries // 2:
                 error, self.fail_next = self.fail_next, None
                 raise error
-            first, count = int(plan.first_positions[entry]), int(plan.num_new_tokens[entry])
-            slots = self._context_slots(plan, entry)[first : first + count]
-            self._slots[slots] = plan.token_ids[ends[entry] - count : ends[entry]]
+            self._write(plan, entry)
         result = StepResult()
         for entry in np.flatnonzero(plan.samples).tolist():
             context = self._slots[self._context_slots(plan, entry)]
@@ -73,7 +72,34 @@ class HashingRunner:
             result.token_ids.append(next_token(context.tolist(), self.vocab_size))
             result.failed.append(plan.request_ids[entry] in self.failing_request_ids)
             result.logprobs.append(None)
+        self._latest.keep(plan, result)
         return result
+
+    def fill_kv_cache(self, plan: StepPlan) -> None:
+        """Write every new token, and nothing else. Such plans are not among `plans`."""
+        for entry in range(plan.num_entries):
+            self._write(plan, entry)
+
+    def block_differences(
+        self, group_id: int, block_ids: Sequence[int], other_block_ids: Sequence[int]
+    ) -> dict[int, float]:
+        """Return 0 where blocks hold the same tokens, else 1, for the only layer."""
+        blocks = self._slots.reshape(-1, self.block_size)
+        return {0: float((blocks[list(block_ids)] != blocks[list(other_block_ids)]).any())}
+
+    def tokens_in(self, block_id: int) -> list[int]:
+        """Return the tokens that a block holds."""
+        return list(map(int, self._slots.reshape(-1, self.block_size)[block_id]))
+
+    def corrupt(self, block_id: int) -> None:
+        """Put other tokens into a block, as a stray write would."""
+        self._slots.reshape(-1, self.block_size)[block_id] ^= 1
+
+    def _write(self, plan: StepPlan, entry: int) -> None:
+        first, count = int(plan.first_positions[entry]), int(plan.num_new_tokens[entry])
+        slots = self._context_slots(plan, entry)[first : first + count]
+        end = int(plan.num_new_tokens[: entry + 1].sum())
+        self._slots[slots] = plan.token_ids[end - count : end]
 
     def _context_slots(self, plan: StepPlan, entry: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
         positions = np.arange(plan.first_positions[entry] + plan.num_new_tokens[entry])

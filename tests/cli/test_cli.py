@@ -42,6 +42,7 @@ FLAGS = {
     "cpu_memory_share": (["0.125"], 0.125),
     "kv_cache_dtype": (["float16"], "float16"),
     "enable_prefix_caching": (None, False),
+    "verify_prefix_cache": ([], True),
     "hash_function": (["blake2b"], PluginChoice("blake2b")),
     "hash_seed": (["123"], "123"),
     "kv_managers": (
@@ -51,6 +52,9 @@ FLAGS = {
     "max_num_seqs": (["8"], 8),
     "max_num_batched_tokens": (["512"], 512),
     "enable_chunked_prefill": (None, False),
+    "long_prefill_token_threshold": (["64"], 64),
+    "watermark": (["0.125"], 0.125),
+    "async_scheduling": ([], True),
     "request_queue": (["priority"], PluginChoice("priority")),
 }
 

@@ -269,18 +269,6 @@ def test_keys_of_a_finished_step_are_not_taken_back(cache):
     assert holder.kv.pool.num_cached_blocks == 2
 
 
-def test_adopting_blocks_that_are_filled_in_this_step_is_noted_until_it_ends(cache):
-    holder = cache(20, 4)
-    first = holder.start(range(9))
-    assert not holder.kv.has_adopters(first)
-    second = holder.start([*range(8), 70])
-    assert second.num_cached_tokens == 8
-    assert holder.kv.has_adopters(first)
-    assert not holder.kv.has_adopters(second)
-    holder.kv.commit_step()
-    assert not holder.kv.has_adopters(first)
-
-
 def test_without_writes_before_reads_a_request_waits_a_step_for_blocks_that_are_being_filled(cache):
     holder = cache(20, 4, reuses_blocks_within_a_step=False)
     holder.start(range(9))

@@ -1,11 +1,14 @@
 """Steps in columns and steps one request at a time are the same steps."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from octavo.core.engine_core import EngineCore
+from octavo.core.intake import Intake
+from octavo.core.running_pass import RunningPass
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.hash_functions import Sha256
@@ -17,39 +20,45 @@ from octavo.testing.hashing_runner import HashingRunner, expected_tokens
 VOCAB_SIZE = 40
 
 
-class OneByOne(Scheduler):
-    """Never plans or takes in a step in columns."""
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Makes engines plan and take in every step one request at a time."""
 
-    def schedule_all_running(self):
-        return None
+    def switch():
+        monkeypatch.setattr(RunningPass, "schedule_all_generating", lambda self, entries, budget: None)
+        monkeypatch.setattr(Intake, "take_in_all", lambda self, plan, entries, result, output: False)
 
-    def entries_of(self, plan):
-        return None
+    return switch
 
 
-class Counting(Scheduler):
+@pytest.fixture
+def count(monkeypatch):
     """Counts the steps that are planned, and taken in, in columns."""
+    counts = Counter()
+    schedule_all, take_in_all = RunningPass.schedule_all_generating, Intake.take_in_all
 
-    num_planned = num_taken_in = 0
-
-    def schedule_all_running(self):
-        scheduled = super().schedule_all_running()
-        self.num_planned += scheduled is not None and len(scheduled.entries) > 0
+    def schedule(self, entries, budget):
+        scheduled = schedule_all(self, entries, budget)
+        counts["planned"] += scheduled is not None and len(scheduled.entries) > 0
         return scheduled
 
-    def entries_of(self, plan):
-        entries = super().entries_of(plan)
-        self.num_taken_in += entries is not None and len(entries) > 0
-        return entries
+    def take_in(self, plan, entries, result, output):
+        is_done = take_in_all(self, plan, entries, result, output)
+        counts["taken in"] += is_done and len(entries) > 0
+        return is_done
+
+    monkeypatch.setattr(RunningPass, "schedule_all_generating", schedule)
+    monkeypatch.setattr(Intake, "take_in_all", take_in)
+    return counts
 
 
-def make_engine(scheduler_class, rng, caching):
+def make_engine(rng, caching):
     num_blocks, block_size = rng.choice([6, 12, 30, 200]), rng.choice([1, 2, 4, 16])
     hash_function = Sha256() if caching else None
     kv = make_kv_cache_manager(
         FullAttentionManager, hash_function, num_usable_blocks=num_blocks, block_size=block_size, num_rows=8
     )
-    scheduler = scheduler_class(
+    scheduler = Scheduler(
         kv, FCFSQueue(), max_num_seqs=rng.choice([2, 5, 8]), max_num_batched_tokens=rng.choice([3, 8, 64])
     )
     runner = HashingRunner(num_blocks + 1, block_size, VOCAB_SIZE)
@@ -57,10 +66,10 @@ def make_engine(scheduler_class, rng, caching):
     return engine, runner
 
 
-def run(scheduler_class, seed, num_steps=60):
+def run(seed, num_steps=60):
     """Run a random trace; return the engine, its plans and outputs, and the free queue after each step."""
     rng = random.Random(seed)
-    engine, runner = make_engine(scheduler_class, rng, caching=seed % 4 != 0)
+    engine, runner = make_engine(rng, caching=seed % 4 != 0)
     pool = engine.scheduler.kv_cache_manager.pool
     records, finished = [], {}
     for number in range(num_steps):
@@ -91,11 +100,12 @@ def run(scheduler_class, seed, num_steps=60):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_both_ways_make_the_same_plans_outputs_and_pools(seed):
-    engine, plans, records, _ = run(Counting, seed)
-    _, plans_one_by_one, records_one_by_one, _ = run(OneByOne, seed)
-    assert engine.scheduler.num_planned > 5
-    assert engine.scheduler.num_taken_in > 5
+def test_both_ways_make_the_same_plans_outputs_and_pools(seed, count, one_by_one):
+    _, plans, records, _ = run(seed)
+    assert count["planned"] > 5
+    assert count["taken in"] > 5
+    one_by_one()
+    _, plans_one_by_one, records_one_by_one, _ = run(seed)
     assert len(plans) == len(plans_one_by_one)
     for plan, other in zip(plans, plans_one_by_one, strict=True):
         assert vars(plan).keys() == vars(other).keys()
@@ -112,7 +122,7 @@ def test_both_ways_make_the_same_plans_outputs_and_pools(seed):
 
 def test_a_plan_keeps_what_it_says_while_the_engine_goes_on():
     rng = random.Random(1)
-    engine, runner = make_engine(Counting, rng, caching=True)
+    engine, runner = make_engine(rng, caching=True)
     for number in range(4):
         engine.add_request(str(number), [number] * 3, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     copies = []
@@ -128,10 +138,10 @@ def test_a_plan_keeps_what_it_says_while_the_engine_goes_on():
 
 
 def test_what_was_taken_in_in_columns_is_what_the_runner_said():
-    _, _, _, finished = run(Counting, 3)
+    _, _, _, finished = run(3)
     assert any(isinstance(record, Finished) and record.finish_reason == "stop" for record in finished.values())
     rng = random.Random(0)
-    engine, _ = make_engine(Counting, rng, caching=True)
+    engine, _ = make_engine(rng, caching=True)
     engine.add_request("one", [1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     results = {}
     while engine.has_unfinished_requests():

@@ -423,7 +423,8 @@ def test_an_import_that_fails_half_way_leaves_nothing_of_its_package_and_can_be_
         entries,
         half_pkg____init__="",
         half_pkg__helper="MENDED = False",
-        half_pkg__queues="import half_other\nfrom half_pkg import helper\nassert helper.MENDED, 'half-way'\n" + QUEUE,
+        half_pkg__queues="import half_other\nfrom half_pkg import helper\n"
+        "if not helper.MENDED:\n    raise AssertionError('half-way')\n" + QUEUE,
         half_other="",
     )
     import half_pkg

@@ -12,7 +12,7 @@ from octavo.core.interfaces import CONTRACT_VERSION, RequestQueue
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.request_queues import FCFSQueue
-from octavo.testing import RequestQueueSuite, conformance, queue_suite
+from octavo.testing import RequestQueueSuite, conformance, queue_displacement, queue_world
 from octavo.testing.conformance import RuleBroken, SuiteMisusedError
 
 
@@ -91,6 +91,35 @@ class TestShortestOfAll(RequestQueueSuite):
         return preempted.num_tokens <= never_ran.num_tokens and preempted.arrival < never_ran.arrival
 
 
+class OldestDisplacesQueue(FCFSQueue):
+    """Gives a request that was preempted its place back, whoever has it."""
+
+    contract_version = 1
+
+    def displaces(self, waiting, running):
+        return waiting.arrival < running.arrival
+
+
+class TestOldestDisplaces(RequestQueueSuite):
+    queue = OldestDisplacesQueue
+
+
+class StepsOfSixQueue(SortedQueue):
+    """Priorities in steps of six. Within a step the first to arrive goes first."""
+
+    heeds_priority: ClassVar[bool] = True
+
+    def key(self, request, has_run):
+        return request.priority // 6, request.arrival
+
+
+class TestStepsOfSix(RequestQueueSuite):
+    queue = StepsOfSixQueue
+
+    def outranks(self, one, other):
+        return one.priority + 5 < other.priority
+
+
 # -- queues with one fault each ---------------------------------------------------------------------------------
 
 MUTANTS = []
@@ -110,7 +139,7 @@ def breaks(rule):
     return register
 
 
-@breaks(queue_suite.COMES_OUT_ONCE)
+@breaks(queue_world.COMES_OUT_ONCE)
 class LosesTheFourth(Fifo):
     def add_request(self, request):
         if len(self) != 3:
@@ -120,7 +149,7 @@ class LosesTheFourth(Fifo):
         return len(self._requests)
 
 
-@breaks(queue_suite.COMES_OUT_ONCE)
+@breaks(queue_world.COMES_OUT_ONCE)
 class LosesOnPrepend(Fifo):
     def prepend_request(self, request):
         super().prepend_request(request)
@@ -128,7 +157,7 @@ class LosesOnPrepend(Fifo):
         self._requests.append(request)
 
 
-@breaks(queue_suite.LENGTH_IS_RIGHT)
+@breaks(queue_world.LENGTH_IS_RIGHT)
 class CountsThePopped(Fifo):
     popped = 0
 
@@ -140,25 +169,25 @@ class CountsThePopped(Fifo):
         return super().__len__() + self.popped
 
 
-@breaks(queue_suite.LENGTH_IS_RIGHT)
+@breaks(queue_world.LENGTH_IS_RIGHT)
 class IsAlwaysTrue(Fifo):
     def __bool__(self):
         return True
 
 
-@breaks(queue_suite.PEEK_IS_POP)
+@breaks(queue_world.PEEK_IS_POP)
 class PopsTheLast(Fifo):
     def pop_request(self):
         return self._requests.pop()
 
 
-@breaks(queue_suite.ITERATION_IS_THE_ORDER)
+@breaks(queue_world.ITERATION_IS_THE_ORDER)
 class IteratesBackwards(Fifo):
     def __iter__(self):
         return reversed(self._requests)
 
 
-@breaks(queue_suite.ITERATION_IS_THE_ORDER)
+@breaks(queue_world.ITERATION_IS_THE_ORDER)
 class IteratesInOrderOfArrival(PriorityQueue):
     heeds_priority: ClassVar[bool] = False
 
@@ -169,7 +198,7 @@ class IteratesInOrderOfArrival(PriorityQueue):
         return iter(sorted(super().__iter__(), key=lambda request: request.arrival))
 
 
-@breaks(queue_suite.LOOKING_CHANGES_NOTHING)
+@breaks(queue_world.LOOKING_CHANGES_NOTHING)
 class RotatesWhenLookedAt(Fifo):
     def __iter__(self):
         order = list(self._requests)
@@ -177,7 +206,7 @@ class RotatesWhenLookedAt(Fifo):
         return iter(order)
 
 
-@breaks(queue_suite.LOOKING_CHANGES_NOTHING)
+@breaks(queue_world.LOOKING_CHANGES_NOTHING)
 class HasOneIterator(Fifo):
     def __iter__(self):
         self._place = -1
@@ -190,20 +219,20 @@ class HasOneIterator(Fifo):
         return self._requests[self._place]
 
 
-@breaks(queue_suite.COMES_OUT_ONCE)
+@breaks(queue_world.COMES_OUT_ONCE)
 class HoldsAHundredAtMost(Fifo):
     def add_request(self, request):
         if len(self) < 100:
             super().add_request(request)
 
 
-@breaks(queue_suite.PRIORITY_IS_HEEDED)
+@breaks(queue_world.PRIORITY_IS_HEEDED)
 class ClampsPriorities(PriorityQueue):
     def key(self, request, has_run):
         return max(-100, min(request.priority, 100)), request.arrival
 
 
-@breaks(queue_suite.LENGTH_IS_RIGHT)
+@breaks(queue_world.LENGTH_IS_RIGHT)
 class MiscountsAfterManyRefills(Fifo):
     num_refills = 0
 
@@ -216,7 +245,7 @@ class MiscountsAfterManyRefills(Fifo):
         return super().__len__() + (self.num_refills > 100 and super().__len__() == 1)
 
 
-@breaks(queue_suite.NOTHING_IS_KEPT)
+@breaks(queue_world.NOTHING_IS_KEPT)
 class KeepsAHistory(Fifo):
     def __init__(self):
         super().__init__()
@@ -227,7 +256,7 @@ class KeepsAHistory(Fifo):
         return self._history[-1]
 
 
-@breaks(queue_suite.NOTHING_IS_KEPT)
+@breaks(queue_world.NOTHING_IS_KEPT)
 class KeepsTheRemoved(Fifo):
     def __init__(self):
         super().__init__()
@@ -238,26 +267,26 @@ class KeepsTheRemoved(Fifo):
         self._removed.append(request)
 
 
-@breaks(queue_suite.EMPTY_IS_AN_INDEX_ERROR)
+@breaks(queue_world.EMPTY_IS_AN_INDEX_ERROR)
 class ShowsNone(Fifo):
     def peek_request(self):
         return self._requests[0] if self._requests else None
 
 
-@breaks(queue_suite.EMPTY_IS_AN_INDEX_ERROR)
+@breaks(queue_world.EMPTY_IS_AN_INDEX_ERROR)
 class PopsNone(Fifo):
     def pop_request(self):
         return self._requests.popleft() if self._requests else None
 
 
-@breaks(queue_suite.ABSENT_IS_A_VALUE_ERROR)
+@breaks(queue_world.ABSENT_IS_A_VALUE_ERROR)
 class RemovesById(Fifo):
     def remove_request(self, request):
         ids = [waiting.request_id for waiting in self._requests]
         del self._requests[ids.index(request.request_id)]
 
 
-@breaks(queue_suite.ABSENT_IS_A_VALUE_ERROR)
+@breaks(queue_world.ABSENT_IS_A_VALUE_ERROR)
 class RemovesSilently(Fifo):
     def remove_request(self, request):
         self._requests = deque(waiting for waiting in self._requests if waiting is not request)
@@ -271,52 +300,57 @@ class RaisesKeyErrors(Fifo):
         super().remove_request(request)
 
 
-@breaks(queue_suite.PREEMPTED_GOES_FIRST)
+@breaks(queue_world.PREEMPTED_GOES_FIRST)
 class SendsThePreemptedToTheEnd(Fifo):
     def prepend_request(self, request):
         self.add_request(request)
 
 
-@breaks(queue_suite.PREEMPTED_GOES_FIRST)
+@breaks(queue_world.PREEMPTED_GOES_FIRST)
 class LetsShortOnesOvertake(ShortestOfAllQueue):
     pass
 
 
-@breaks(queue_suite.PRIORITY_IS_HEEDED)
+@breaks(queue_world.PRIORITY_IS_HEEDED)
+class TakesPrioritiesInSteps(StepsOfSixQueue):
+    pass
+
+
+@breaks(queue_world.PRIORITY_IS_HEEDED)
 class ClaimsToHeed(Fifo):
     heeds_priority: ClassVar[bool] = True
 
 
-@breaks(queue_suite.PRIORITY_IS_HEEDED)
+@breaks(queue_world.PRIORITY_IS_HEEDED)
 class TakesTheHighest(PriorityQueue):
     def key(self, request, has_run):
         return -request.priority, request.arrival
 
 
-@breaks(queue_suite.PRIORITY_IS_HEEDED)
+@breaks(queue_world.PRIORITY_IS_HEEDED)
 class PutsThePreemptedBeforeAll(PriorityQueue):
     def key(self, request, has_run):
         return not has_run, request.priority, request.arrival
 
 
-@breaks(queue_suite.PRIORITY_IS_IGNORED)
+@breaks(queue_world.PRIORITY_IS_IGNORED)
 class HeedsInSecret(PriorityQueue):
     heeds_priority: ClassVar[bool] = False
 
 
-@breaks(queue_suite.STATES_PRIORITY)
+@breaks(queue_world.STATES_PRIORITY)
 class SaysPerhaps(Fifo):
     heeds_priority = None
 
 
-@breaks(queue_suite.REQUESTS_STAY_AS_THEY_ARE)
+@breaks(queue_world.REQUESTS_STAY_AS_THEY_ARE)
 class WritesOnRequests(Fifo):
     def add_request(self, request):
         request.place = len(self)
         super().add_request(request)
 
 
-@breaks(queue_suite.QUEUES_ARE_APART)
+@breaks(queue_world.QUEUES_ARE_APART)
 class SharesItsList(Fifo):
     shared: ClassVar[deque] = deque()
 
@@ -324,16 +358,133 @@ class SharesItsList(Fifo):
         self._requests = self.shared
 
 
-@breaks(queue_suite.QUEUES_ARE_APART)
+@breaks(queue_world.QUEUES_ARE_APART)
 class ThrowsDice(Fifo):
     def add_request(self, request):
         self._requests.insert(random.randint(0, len(self)), request)
 
 
-@breaks(queue_suite.QUEUES_ARE_APART)
+@breaks(queue_world.QUEUES_ARE_APART)
 class OrdersByAddress(SortedQueue):
     def key(self, request, has_run):
         return not has_run, id(request)
+
+
+@breaks(queue_displacement.ANSWERS_YES_OR_NO)
+class AnswersWithANumber(PriorityQueue):
+    def displaces(self, waiting, running):
+        return max(running.priority - waiting.priority, 0)
+
+
+@breaks(queue_displacement.ANSWERS_YES_OR_NO)
+class DoesNotAnswer(PriorityQueue):
+    def displaces(self, waiting, running):
+        if waiting.priority < running.priority:
+            return True
+
+
+@breaks(queue_displacement.NOT_ITSELF)
+class DisplacesItself(PriorityQueue):
+    def displaces(self, waiting, running):
+        return self.key(waiting, False) <= self.key(running, False)
+
+
+@breaks(queue_displacement.NOT_IN_TURN)
+class DisplacesEquals(PriorityQueue):
+    def displaces(self, waiting, running):
+        return waiting is not running and waiting.priority <= running.priority
+
+
+@breaks(queue_displacement.NOT_IN_TURN)
+class DisplacesTheLonger(Fifo):
+    def displaces(self, waiting, running):
+        return running not in self._requests and waiting.num_tokens < running.num_tokens
+
+
+@breaks(queue_displacement.NOT_IN_TURN)
+class DisplacesMoreWhenManyWait(PriorityQueue):
+    def displaces(self, waiting, running):
+        if len(self) % 2:
+            return waiting.arrival > running.arrival and running not in list(self)
+        return waiting.arrival < running.arrival and running not in list(self)
+
+
+@breaks(queue_displacement.NOT_IN_A_CIRCLE)
+class DisplacesEveryThird(Fifo):
+    def displaces(self, waiting, running):
+        return running not in self._requests and (running.arrival - waiting.arrival) % 3 == 1
+
+
+@breaks(queue_displacement.DISPLACES_WHO_STANDS_BEHIND)
+class DisplacesThoseBeforeIt(Fifo):
+    def displaces(self, waiting, running):
+        return waiting.arrival > running.arrival
+
+
+@breaks(queue_world.PRIORITY_IS_IGNORED)
+class DisplacesByPriorityInSecret(Fifo):
+    def displaces(self, waiting, running):
+        return waiting.priority < running.priority and waiting.arrival < running.arrival
+
+
+@breaks(queue_world.LOOKING_CHANGES_NOTHING)
+class ReordersWhenAsked(Fifo):
+    def displaces(self, waiting, running):
+        self._requests.rotate(1)
+        return False
+
+
+@breaks(queue_world.REQUESTS_STAY_AS_THEY_ARE)
+class MarksTheDisplaced(PriorityQueue):
+    def displaces(self, waiting, running):
+        running.is_displaced = waiting.priority < running.priority
+        return running.is_displaced
+
+
+@breaks(queue_world.NOTHING_IS_KEPT)
+class RemembersTheDisplaced(PriorityQueue):
+    def __init__(self):
+        super().__init__()
+        self._answers = {}
+
+    def displaces(self, waiting, running):
+        return self._answers.setdefault((waiting, running), waiting.priority < running.priority)
+
+
+@breaks(conformance.RAISES_NOTHING)
+class AnswersForThoseThatWaitOnly(Fifo):
+    def displaces(self, waiting, running):
+        return self._requests.index(waiting) < 0
+
+
+@breaks(queue_world.QUEUES_ARE_APART)
+class DisplacesByAddress(Fifo):
+    def displaces(self, waiting, running):
+        return id(waiting) < id(running) and waiting.arrival < running.arrival
+
+
+@breaks(queue_displacement.URGENCY_ORDERS)
+class CountsPriorityAlone(PriorityQueue):
+    def urgency(self, request):
+        return (request.priority,)
+
+
+@breaks(queue_displacement.URGENCY_ORDERS)
+class IsUrgentByName(Fifo):
+    def urgency(self, request):
+        return (request.request_id,)
+
+
+@breaks(queue_displacement.URGENCY_ORDERS)
+class IsUrgentAsANumber(Fifo):
+    def urgency(self, request):
+        return request.arrival
+
+
+@breaks(queue_displacement.URGENCY_STAYS)
+class IsUrgentByLength(Fifo):
+    def urgency(self, request):
+        return request.num_tokens, request.arrival
 
 
 @breaks(conformance.STATES_ITS_VERSION)
@@ -404,19 +555,21 @@ def test_a_queue_can_be_given_by_name_with_options():
 
 def test_requests_of_the_suite_and_of_the_engine_can_be_referred_to_weakly():
     for request in (
-        queue_suite.WaitingRequest("r0", 0, 0, 1),
+        queue_world.WaitingRequest("r0", 0, 0, 1),
         Request("r0", [1, 2], SamplingParams(), max_model_len=8),
     ):
         assert weakref.WeakKeyDictionary({request: 1})[request] == 1
 
 
+def never(one, other):
+    return False
+
+
 def test_a_long_trace_has_more_than_a_hundred_waiting():
     most = 0
-    for seed in (queue_suite.FIRST_LONG_SEED, queue_suite.FIRST_LONG_SEED + 1):
-        world = queue_suite.QueueWorld(
-            Fifo, lambda one, other: False, heeds_priority=False, has_third=False, is_long=True
-        )
-        for operation in range(queue_suite.LONG_TRACE_LENGTH):
+    for seed in (queue_world.FIRST_LONG_SEED, queue_world.FIRST_LONG_SEED + 1):
+        world = queue_world.QueueWorld(Fifo, never, never, heeds_priority=False, has_third=False, is_long=True)
+        for operation in range(queue_world.LONG_TRACE_LENGTH):
             world.do(random.Random(f"{seed}.{operation}"))
             most = max(most, len(world.queue))
     assert most > 150

@@ -55,6 +55,23 @@ class RequestQueue(ABC):
     def remove_request(self, request: QueuedRequest) -> None:
         """Take out one request, wherever it stands. ValueError when it is not here."""
 
+    def displaces(self, waiting: QueuedRequest, running: QueuedRequest) -> bool:
+        """Say whether a running request gives up its place for a waiting one, where slots or memory are short.
+
+        It must be a strict order: if the first displaces the second, then never the other way round, or the two would
+        displace each other in turn. When both wait, the first stands before the second, or that would be admitted again
+        in its stead. Without an answer of its own a queue lets nobody be displaced.
+        """
+        return False
+
+    def urgency(self, request: QueuedRequest) -> tuple[int, ...]:
+        """Return what orders running requests: the smallest is the most urgent.
+
+        When memory runs out the least urgent one is preempted, and of several prompts under way the most urgent gets
+        its share first. It must stay the same while a request is under way, and no two may have the same.
+        """
+        return request.priority, request.arrival
+
     @abstractmethod
     def __len__(self) -> int: ...
 

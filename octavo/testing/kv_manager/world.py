@@ -87,6 +87,8 @@ class ManagerWorld(CheckedRows):
         hasher = PrefixHasher(ShortHash(), self.block_size, b"root") if enable_caching else None
         self.kv = KVCacheManager(pool, [manager], hasher)
         self.waiting: list[Live] = []
+        # Those of whose blocks another request adopted some before the open step has filled them.
+        self._owners_of_adopted: list[Live] = []
         self.texts: list[list[int]] = [[0] * (4 * self.block_size)]
         self._num_arrivals = 0
         self.log.append(
@@ -188,7 +190,7 @@ class ManagerWorld(CheckedRows):
 
     def _continue_some(self, rng: random.Random) -> None:
         # In a step those that run come before those that wait: an adopted block has no victim for an owner.
-        if any(self.kv.has_adopters(live.request) for live in self.running):
+        if self._owners_of_adopted:
             return
         for live in [live for live in self.running if live not in self.planned and rng.random() < 0.8]:
             if live in self.running:
@@ -221,6 +223,9 @@ class ManagerWorld(CheckedRows):
                 self.waiting.remove(live)
             return
         self.waiting.remove(live)
+        self._owners_of_adopted += [
+            other for other in self.running if not hit.block_ids().isdisjoint(self._unwritten(other))
+        ]
         live.request.row = rng.choice(sorted(set(range(self.num_rows)) - {other.request.row for other in self.running}))
         self.running.append(live)
         live.num_written = live.num_computed = hit.num_tokens
@@ -393,11 +398,17 @@ class ManagerWorld(CheckedRows):
         if live in self.planned:
             self.planned.remove(live)
 
+    def _unwritten(self, live: Live) -> set[int]:
+        """Return the blocks that the open step fills for a running request."""
+        table = self.manager.block_table(live.request.row)
+        return {int(block_id) for block_id in table[live.num_written // self.block_size :] if block_id}
+
     def _close_step(self) -> None:
         self.kv.commit_step()
         self.planned.clear()
+        self._owners_of_adopted.clear()
 
     def _removable(self, rng: random.Random) -> Live | None:
         """Return a running request that nobody depends on in the open step."""
-        candidates = [live for live in self.running if not self.kv.has_adopters(live.request)]
+        candidates = [live for live in self.running if live not in self._owners_of_adopted]
         return rng.choice(candidates) if candidates else None

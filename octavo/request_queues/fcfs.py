@@ -1,4 +1,4 @@
-"""Octavo's own request queues, each registered under `octavo.request_queues` like anybody's."""
+"""First come, first served."""
 
 from collections import deque
 from collections.abc import Iterator
