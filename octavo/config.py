@@ -9,13 +9,14 @@ import copy
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from octavo.errors import ConfigError
 
@@ -41,6 +42,8 @@ class PluginChoice:
 
 
 _CHOICE_FORM = 'a table such as { name = "my_part", options = { size = 64 } }'
+# What a config file can hold where a name or a table should be, and what is no part at any rate.
+_PLAIN = (type(None), bool, int, float, str, list, tuple, set, dict)
 
 
 def _as_choice(given: Any) -> Any:
@@ -52,9 +55,14 @@ def _as_choice(given: Any) -> Any:
         case str(name):
             pass
         case {"name": str(name), **others}:
-            if unknown := [key for key in others if key != "options"]:
-                raise ValueError(f"{', '.join(map(repr, unknown))} is no part of a choice; {_CHOICE_FORM}")
+            if unknown := [str(key) for key in others if key != "options"]:
+                raise ValueError(_beside_the_name(unknown))
             options = others.get("options", {})
+        case _ if not isinstance(given, _PLAIN):
+            raise ValueError(
+                "it must be the name of a part, under which a package registers it as an entry point; "
+                "octavo.testing.installed registers one without a package"
+            )
         case _:
             raise ValueError(f"it must be a name, or {_CHOICE_FORM}")
     if not name:
@@ -66,6 +74,14 @@ def _as_choice(given: Any) -> Any:
         return PluginChoice(name, copy.deepcopy(options))
     except Exception:
         raise ValueError("options must be plain values, which can be copied") from None
+
+
+def _beside_the_name(unknown: Sequence[str]) -> str:
+    """Say where options go. Their values may be secrets and are not shown."""
+    if any(difflib.get_close_matches(key, ["options"]) for key in unknown):
+        return "beside 'name' it may have 'options' alone"
+    written = ", ".join(f"{key} = ..." for key in unknown)
+    return f"beside the name, a part's options stand in a table of their own; write options = {{ {written} }}"
 
 
 def _as_choices(given: Any) -> Any:
@@ -89,10 +105,19 @@ class _Sources(dict[str, str]):
     __hash__ = None
 
 
+# The type of an error whose message is a whole sentence.
+_CONTRADICTION = "contradiction"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+
+# Each says how large the KV cache is. One of them at most is given; a setting that is put in later takes the place of
+# the other one.
+_CACHE_SIZES = ("num_kv_blocks", "kv_cache_memory_bytes")
 
 
 class CacheConfig(_Section):
@@ -101,9 +126,11 @@ class CacheConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a block."""
     num_kv_blocks: int | None = Field(default=None, ge=2)
-    """Blocks in the pool, the null block counted in. None sizes the pool from memory."""
+    """Blocks in the pool, the null block counted in. None sizes the pool from memory. Not together with
+    `kv_cache_memory_bytes`."""
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
-    """Bytes for the KV cache. None takes a share of the memory that the device has."""
+    """Bytes for the KV cache. None takes a share of the memory that the device has. Not together with
+    `num_kv_blocks`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory to use in all: weights, activations, and the KV cache with what is left."""
     cpu_memory_share: float = Field(default=0.25, gt=0, le=1)
@@ -123,6 +150,16 @@ class CacheConfig(_Section):
     kv_managers: dict[str, _Choice] = Field(default_factory=dict)
     """KV-cache managers by the kind of spec they serve, where the default one is not wanted. As a flag:
     kind=name,kind=name."""
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if all(getattr(self, name) is not None for name in _CACHE_SIZES):
+            raise PydanticCustomError(
+                _CONTRADICTION,
+                "The size of the KV cache is given twice, by num_kv_blocks and by kv_cache_memory_bytes; leave one "
+                "out.",
+            )
+        return self
 
 
 class SchedulerConfig(_Section):
@@ -187,7 +224,7 @@ class EngineConfig(_Section):
         sections = field_sections()
         for name, value in fields.items():
             if name not in sections:
-                raise ConfigError(f"There is no setting called {name!r}.{_suggest(name, list(sections))}")
+                raise ConfigError(_no_such_setting(name, list(sections)))
             section = sections[name]
             (nested.setdefault(section, {}) if section else nested)[name] = value
         return cls._validated(nested)
@@ -211,7 +248,8 @@ class EngineConfig(_Section):
         return config.with_sources(dict.fromkeys(config._set_fields(), str(path)))
 
     def with_settings(self, **fields: Any) -> EngineConfig:
-        """Return a config with some fields, named as in `from_flat`, changed.
+        """Return a config with some fields, named as in `from_flat`, changed. One of `num_kv_blocks` and
+        `kv_cache_memory_bytes` takes the place of the other.
 
         Raises:
             ConfigError: As `from_flat`.
@@ -221,8 +259,11 @@ class EngineConfig(_Section):
             for part in (self, self.cache, self.scheduler)
             for name in part.model_fields_set - {"cache", "scheduler"}
         }
-        changed = self.from_flat(**(flat | fields))
-        return changed.with_sources({name: place for name, place in self._sources.items() if name not in fields})
+        sets_size = any(fields.get(name) is not None for name in _CACHE_SIZES)
+        replaced = {*fields, *_CACHE_SIZES} if sets_size else set(fields)
+        kept = {name: value for name, value in flat.items() if name not in replaced}
+        changed = self.from_flat(**kept, **fields)
+        return changed.with_sources({name: place for name, place in self._sources.items() if name not in replaced})
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
         """Return the same config, knowing of some settings where they were written: a file, a flag."""
@@ -243,7 +284,7 @@ class EngineConfig(_Section):
         try:
             return cls.model_validate(nested)
         except ValidationError as cause:
-            raise ConfigError(" ".join(_sentence(error) for error in cause.errors())) from None
+            raise ConfigError(" ".join(_sentences(cause.errors()))) from None
 
 
 def field_sections() -> dict[str, str | None]:
@@ -257,15 +298,35 @@ def field_sections() -> dict[str, str | None]:
     return sections
 
 
-def _sentence(error: Any) -> str:
-    name = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal", "int", "constrained")))
-    if error["type"] == "extra_forbidden":
+def _sentences(errors: Sequence[Any]) -> list[str]:
+    """Return a sentence for each value that is wrong, whatever number of types it might have had."""
+    by_name: dict[str, list[Any]] = {}
+    for error in errors:
+        by_name.setdefault(_name_of(error), []).append(error)
+    return [_sentence(name, of_name) for name, of_name in by_name.items()]
+
+
+def _name_of(error: Any) -> str:
+    """Return the setting, and what is below it, without the type that was tried."""
+    parts = [str(part) for part in error["loc"]]
+    is_of_choice = error["type"] == "value_error"
+    if not is_of_choice and (parts[-1:] == ["int"] or parts[-1].startswith("literal[")):
+        parts.pop()
+    return ".".join(parts)
+
+
+def _sentence(name: str, errors: Sequence[Any]) -> str:
+    first = errors[0]
+    if first["type"] == "extra_forbidden":
         return _unknown(name)
+    if first["type"] == _CONTRADICTION:
+        return str(first["msg"])
     # Names are unique over all sections, so the name alone is what flags and keyword arguments are called too.
     section, _, name_in_section = name.partition(".")
     name = name_in_section if section in ("cache", "scheduler") and name_in_section else name
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{name} is {_shown(error['input'])}: {message[0].lower()}{message[1:]}."
+    message = first["msg"].removeprefix("Value error, ")
+    others = [f" or {error['msg'].removeprefix('Input should be ')}" for error in errors[1:]]
+    return f"{name} is {_shown(first['input'])}: {message[0].lower()}{message[1:]}{''.join(others)}."
 
 
 def _shown(value: Any) -> str:
@@ -283,12 +344,18 @@ def _unknown(name: str) -> str:
         place = f"in the section [{sections[plain]}]" if sections[plain] else "at the top, before any section"
         return f"{plain!r} belongs {place}."
     names = [*sections, *dict.fromkeys(section for section in sections.values() if section)]
-    return f"There is no setting called {name!r}.{_suggest(plain, names)}"
+    return _no_such_setting(name, names)
 
 
-def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+def _no_such_setting(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+    way_out = (
+        f"Did you mean {close[0]!r}?"
+        if close
+        else f"`octavo generate --help` lists all settings; an option of a part stands beside the part's name, in "
+        f"{_CHOICE_FORM}."
+    )
+    return f"There is no setting called {name!r}. {way_out}"
 
 
 def environment_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:

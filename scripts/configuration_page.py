@@ -56,6 +56,9 @@ max_num_seqs = 8
 `--config` takes the place of what the file says. A config does not change once it is made, and `LLM(config=config)`
 makes an engine from it.
 
+`num_kv_blocks` and `kv_cache_memory_bytes` are two ways to say how large the KV cache is. Both together are an error;
+a flag with one of them takes the place of the other one in a file.
+
 A setting that names a part takes options for it too. Then it is a `PluginChoice` or a dict with a name and options, and
 in a file or a flag a table:
 
@@ -63,23 +66,35 @@ in a file or a flag a table:
 from octavo import PluginChoice
 
 config = EngineConfig.from_flat(
-    hash_function=PluginChoice("keyed", {"key": "a secret of ours"}),
-    kv_managers={"full_attention": {"name": "mine", "options": {"spare_blocks": 2}}},
-    hooks=["usage", "log"],
+    request_queue=PluginChoice("priority", {"ageing": 100}),
+    hash_function="blake2b",
+    kv_managers={"full_attention": {"name": "full_attention"}},
 )
 ```
 
 ```toml
-hooks = ["usage", "log"]
-
 [cache]
-hash_function = { name = "keyed", options = { key = "a secret of ours" } }
-kv_managers = { full_attention = { name = "mine", options = { spare_blocks = 2 } } }
+hash_function = "blake2b"
+kv_managers = { full_attention = { name = "full_attention" } }
+
+[scheduler]
+request_queue = { name = "priority", options = { ageing = 100 } }
 ```
 
 ```sh
-octavo generate "Hello" --hooks usage,log --hash-function '{ name = "keyed", options = { key = "a secret of ours" } }' \
-    --kv-managers '{ full_attention = { name = "mine", options = { spare_blocks = 2 } } }'
+octavo generate "Hello" --request-queue '{ name = "priority", options = { ageing = 100 } }' \
+    --hash-function blake2b --kv-managers full_attention=full_attention
+```
+
+These parts are Octavo's own, so all three run as they stand. `octavo plugins` lists what is installed. Octavo has no
+observers of its own: what `hooks` names comes from other packages. Suppose that one brings the observers `usage` and
+`log_file`, and the hash function `keyed_blake2b`, two of them with options:
+
+```toml
+hooks = ["usage", { name = "log_file", options = { path = "octavo.log" } }]
+
+[cache]
+hash_function = { name = "keyed_blake2b", options = { key = "a secret of ours" } }
 ```
 
 Which options there are is up to the part, which checks them: see [How parts are chosen](plugins/selection.md#options).

@@ -73,6 +73,10 @@ def write(tmp_path):
     return write
 
 
+# All that go together: the size of the KV cache is given once.
+TOGETHER = {name: value for name, value in OTHER_VALUES.items() if name != "kv_cache_memory_bytes"}
+
+
 # -- flat and nested --------------------------------------------------------------------------------------------
 
 
@@ -93,25 +97,24 @@ def test_every_field_can_be_set_by_its_name_alone(name):
 
 
 def test_flat_names_and_sections_make_the_same_config():
-    flat = EngineConfig.from_flat(**OTHER_VALUES)
-    nested = EngineConfig(
-        **{name: OTHER_VALUES[name] for name, section in field_sections().items() if section is None},
-        cache=CacheConfig(**{n: OTHER_VALUES[n] for n, section in field_sections().items() if section == "cache"}),
-        scheduler=SchedulerConfig(
-            **{n: OTHER_VALUES[n] for n, section in field_sections().items() if section == "scheduler"}
-        ),
-    )
+    def of(wanted):
+        return {name: value for name, value in TOGETHER.items() if field_sections()[name] == wanted}
+
+    flat = EngineConfig.from_flat(**TOGETHER)
+    nested = EngineConfig(**of(None), cache=CacheConfig(**of("cache")), scheduler=SchedulerConfig(**of("scheduler")))
     assert flat == nested
 
 
-def test_a_file_with_every_field_makes_the_same_config(write):
-    lines = [f"{name} = {as_toml(OTHER_VALUES[name])}" for name, s in field_sections().items() if s is None]
-    for section in ("cache", "scheduler"):
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {as_toml(OTHER_VALUES[name])}" for name, s in field_sections().items() if s == section]
+@pytest.mark.parametrize("left_out", ["num_kv_blocks", "kv_cache_memory_bytes"])
+def test_a_file_with_all_fields_that_go_together_makes_the_same_config(write, left_out):
+    values = {name: value for name, value in OTHER_VALUES.items() if name != left_out}
+    lines = []
+    for section in (None, "cache", "scheduler"):
+        lines += [f"[{section}]"] if section else []
+        lines += [f"{name} = {as_toml(value)}" for name, value in values.items() if field_sections()[name] == section]
     path = write("\n".join(lines))
     assert tomllib.loads(path.read_text())
-    assert EngineConfig.from_toml(path) == EngineConfig.from_flat(**OTHER_VALUES)
+    assert EngineConfig.from_toml(path) == EngineConfig.from_flat(**values)
     assert EngineConfig.from_toml(str(path)) == EngineConfig.from_toml(path)
 
 
@@ -183,9 +186,98 @@ def test_a_misspelt_setting_is_met_with_the_closest_one():
     )
 
 
-def test_a_setting_that_is_like_no_other_is_met_with_all_there_are():
-    assert message_of(EngineConfig.from_flat, zzz=1) == (
-        f"There is no setting called 'zzz'. There are: {', '.join(field_sections())}."
+LIKE_NO_OTHER = (
+    "`octavo generate --help` lists all settings; an option of a part stands beside the part's name, in a table such "
+    'as { name = "my_part", options = { size = 64 } }.'
+)
+
+
+def test_a_setting_that_is_like_no_other_may_be_an_option_of_a_part():
+    sentence = f"There is no setting called 'ageing'. {LIKE_NO_OTHER}"
+    assert message_of(EngineConfig.from_flat, ageing=1) == sentence
+    assert message_of(EngineConfig().with_settings, ageing=1) == sentence
+
+
+def test_the_size_of_the_kv_cache_is_given_once(write):
+    sentence = "The size of the KV cache is given twice, by num_kv_blocks and by kv_cache_memory_bytes; leave one out."
+    assert message_of(EngineConfig.from_flat, num_kv_blocks=8, kv_cache_memory_bytes=2**20) == sentence
+    path = write("[cache]\nnum_kv_blocks = 8\nkv_cache_memory_bytes = 1048576\n")
+    assert message_of(EngineConfig.from_toml, path) == f"In '{path}': {sentence}"
+    before = EngineConfig.from_flat(num_kv_blocks=8)
+    assert message_of(before.with_settings, num_kv_blocks=8, kv_cache_memory_bytes=2**20) == sentence
+    one_is_none = EngineConfig.from_flat(num_kv_blocks=8, kv_cache_memory_bytes=None)
+    assert (one_is_none.cache.num_kv_blocks, one_is_none.cache.kv_cache_memory_bytes) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("num_kv_blocks", "kv_cache_memory_bytes"), ("kv_cache_memory_bytes", "num_kv_blocks")]
+)
+def test_one_size_of_the_kv_cache_takes_the_place_of_the_other(write, name, other):
+    changed = EngineConfig.from_toml(write(f"[cache]\n{other} = 100\n")).with_settings(**{name: 50})
+    assert (value_of(changed, name), value_of(changed, other)) == (50, None)
+    assert (changed.source_of(name), changed.source_of(other)) == ("argument", "default")
+    # What says no size leaves the other as it is.
+    before = EngineConfig.from_flat(**{other: 100})
+    assert value_of(before.with_settings(**{name: None}), other) == 100
+    assert value_of(before.with_settings(seed=1), other) == 100
+
+
+@pytest.mark.parametrize("value", ["abc", "16", None, 1.5, True])
+def test_a_value_that_might_have_had_several_types_is_met_with_one_sentence(value):
+    assert message_of(EngineConfig.from_flat, max_model_len=value) == (
+        f"max_model_len is {value!r}: input should be a valid integer or 'auto'."
+    )
+
+
+@pytest.mark.parametrize("kind", ["internal", "int", "literal"])
+def test_a_kind_is_named_whatever_it_is_called(kind):
+    assert message_of(EngineConfig.from_flat, kv_managers={kind: 5}) == (
+        f"kv_managers.{kind} is 5: it must be a name, or a table such as "
+        '{ name = "my_part", options = { size = 64 } }.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        (
+            {"name": "priority", "ageing": "sesame"},
+            "request_queue is a table of 'name', 'ageing': beside the name, a part's options stand in a table of their "
+            "own; write options = { ageing = ... }.",
+        ),
+        (
+            {"name": "mine", "size": 64, "options": {}, "depth": 2},
+            "request_queue is a table of 'name', 'size', 'options', 'depth': beside the name, a part's options stand "
+            "in a table of their own; write options = { size = ..., depth = ... }.",
+        ),
+        (
+            {"name": "mine", "option": {"size": 64}},
+            "request_queue is a table of 'name', 'option': beside 'name' it may have 'options' alone.",
+        ),
+    ],
+)
+def test_options_outside_their_table_are_met_with_their_place(choice, sentence):
+    assert message_of(EngineConfig.from_flat, request_queue=choice) == sentence
+
+
+class Mine:
+    """Somebody's part."""
+
+    def __repr__(self):
+        return "Mine()"
+
+
+@pytest.mark.parametrize("given", [Mine, Mine(), math], ids=["class", "object", "module"])
+@pytest.mark.parametrize("name", ["hooks", "hash_function", "kv_managers"])
+def test_a_part_that_is_not_a_name_has_to_be_registered_first(name, given):
+    value, shown = {
+        "hooks": ([given], "hooks.0"),
+        "hash_function": (given, "hash_function"),
+        "kv_managers": ({"full_attention": given}, "kv_managers.full_attention"),
+    }[name]
+    assert message_of(EngineConfig.from_flat, **{name: value}) == (
+        f"{shown} is {given!r}: it must be the name of a part, under which a package registers it as an entry point; "
+        "octavo.testing.installed registers one without a package."
     )
 
 
@@ -195,6 +287,10 @@ def test_a_setting_that_is_like_no_other_is_met_with_all_there_are():
         ("modle = 'm'", "There is no setting called 'modle'. Did you mean 'model'?"),
         ("[cache]\nblok_size = 1", "There is no setting called 'cache.blok_size'. Did you mean 'block_size'?"),
         ("[cach]\nblock_size = 1", "There is no setting called 'cach'. Did you mean 'cache'?"),
+        (
+            "[scheduler]\nrequest_queue = 'priority'\nageing = 3",
+            f"There is no setting called 'scheduler.ageing'. {LIKE_NO_OTHER}",
+        ),
         ("block_size = 1", "'block_size' belongs in the section [cache]."),
         (
             "[cache]\nmax_num_seqs = 1",

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from octavo.assembly import Assembly
 from octavo.benchmark.workloads import Workload
+from octavo.core.kv_cache_config import RequestCost
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import EngineStats
@@ -132,10 +134,7 @@ def measure(
     """
     longest = thread.assembly.engine.max_model_len
     if workload.max_request_len > longest:
-        return NotRun(
-            workload,
-            f"its longest request takes {workload.max_request_len} tokens, and max_model_len is {longest}",
-        )
+        return NotRun(workload, _too_long(thread.assembly, workload.max_request_len))
     runs = []
     for _ in range(num_runs):
         try:
@@ -184,6 +183,34 @@ def run_once(thread: EngineThread, workload: Workload) -> Run | NotRun:
         if (fault := _fault(output, workload.output_len)) is not None:
             return NotRun(workload, fault)
     return _as_run(mailbox, start, end, before, thread.call(thread.assembly.engine.stats))
+
+
+def _too_long(assembly: Assembly, num_tokens: int) -> str:
+    """Say what keeps an engine from a request of so many tokens, and what would do."""
+    max_model_len, max_position = assembly.engine.max_model_len, assembly.selection.needs.spec.max_position
+    said = f"its longest request takes {num_tokens} tokens, and max_model_len is {max_model_len}"
+    if num_tokens > max_position:
+        return f"{said}; this model's positions go up to {max_position}"
+    layout = assembly.kv_cache_config
+    cost = RequestCost(
+        layout.groups,
+        tuple(selected.manager.part.loaded for selected in assembly.selection.groups),
+        assembly.engine.scheduler.max_num_batched_tokens,
+    )
+    num_blocks = 1 + cost.num_blocks(num_tokens)
+    if num_blocks <= layout.num_blocks:
+        return f"{said}; set it to {num_tokens} or more, or leave it out"
+    fits = cost.longest_request(layout.num_blocks - 1, max_position)
+    way_out = (
+        f"give it {num_blocks} blocks (num_kv_blocks) or {num_blocks * layout.bytes_per_block} bytes "
+        "(kv_cache_memory_bytes)"
+    )
+    if fits == max_model_len:
+        return f"{said}, as long as the KV cache of {layout.num_blocks} blocks allows; {way_out} or more"
+    return (
+        f"{said}; set it to {num_tokens} or leave it out, and as the KV cache of {layout.num_blocks} blocks holds "
+        f"requests of up to {fits} tokens, {way_out} or more"
+    )
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:

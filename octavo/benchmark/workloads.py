@@ -5,6 +5,7 @@ The named workloads are the same numbers on every machine, so that figures of di
 
 from __future__ import annotations
 
+import difflib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from octavo.errors import ConfigError
 # Ids of the named workloads, from one to below the other: none of the special ones that many vocabularies begin with.
 FIRST_TOKEN_ID = 100
 END_OF_TOKEN_IDS = 40_000
+# What a workload of the user's own is called.
+CUSTOM = "custom"
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,29 @@ def named_workload(name: str) -> Workload:
         ConfigError: There is no workload of that name.
     """
     if name not in _MAKERS:
-        raise ConfigError(f"There is no workload called {name!r}; there are: {', '.join(WORKLOAD_NAMES)}.")
+        raise ConfigError(_not_found(name))
     prompts, output_len = _MAKERS[name](random.Random(0))
     return Workload(name, tuple(prompts), output_len)
 
 
 def custom_workload(
-    num_prompts: int, input_len: int, output_len: int, *, vocab_size: int, seed: int, name: str = "custom"
+    num_prompts: int, input_len: int, output_len: int, *, vocab_size: int, seed: int, name: str = CUSTOM
 ) -> Workload:
     """Return prompts of one length, whose ids are drawn from the whole vocabulary. The same seed draws the same ids."""
     rng = random.Random(seed)
     prompts = tuple([rng.randrange(vocab_size) for _ in range(input_len)] for _ in range(num_prompts))
     return Workload(name, prompts, output_len)
+
+
+def _not_found(name: str) -> str:
+    if name == CUSTOM:
+        return (
+            f"{CUSTOM!r} is no name of a workload that there is; a workload of your own is made with --num-prompts, "
+            "--input-len and --output-len."
+        )
+    close = difflib.get_close_matches(name, WORKLOAD_NAMES, n=1)
+    suggestion = f" Did you mean {close[0]!r}?" if close else ""
+    return f"There is no workload called {name!r}.{suggestion} There are: {', '.join(WORKLOAD_NAMES)}."
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:

@@ -13,6 +13,7 @@ import typer
 
 from octavo.cli.options import with_engine_options, with_model
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.benchmark.measure import Measurement, NotRun, Run
@@ -46,7 +47,10 @@ def bench(
     config: EngineConfig,
     workload: Annotated[
         str | None,
-        typer.Option(help="What to do, with commas: single, batch, prefix, long. Without it all four, in turn."),
+        typer.Option(
+            help="What to do, with commas: single, batch, prefix, long. Without it all four, in turn; or, where one of "
+            "your own is given, that alone."
+        ),
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Requests of a workload of your own. [default: 1]", show_default=False)
@@ -57,7 +61,10 @@ def bench(
     output_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens that each generates. [default: 128]", show_default=False)
     ] = None,
-    workload_seed: Annotated[int, typer.Option(help="Draws the token ids of a workload of your own.")] = 0,
+    workload_seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Draws the token ids of a workload of your own. [default: 0]", show_default=False),
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Times that each workload is run; the median counts.")] = 3,
     limits: Annotated[bool, typer.Option("--limits", help="Measure what the machine can do at most, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for a program to read.")] = False,
@@ -91,14 +98,19 @@ def bench(
         raise typer.Exit(EXIT_NOT_RUN)
 
 
-def _workloads(names: str | None, size: CustomSize, seed: int) -> Callable[[int], "list[Workload]"]:
+def _workloads(names: str | None, size: CustomSize, seed: int | None) -> Callable[[int], "list[Workload]"]:
     """Return what makes the wanted workloads, once the size of the vocabulary is known.
 
     Raises:
-        ConfigError: One is named that does not exist.
+        ConfigError: One is named that does not exist, or a seed is given that draws nothing.
     """
     from octavo.benchmark.workloads import WORKLOAD_NAMES, custom_workload, named_workload
 
+    if seed is not None and not size.is_wanted:
+        raise ConfigError(
+            "--workload-seed draws the token ids of a workload of your own, and none is given; make one with "
+            "--num-prompts, --input-len or --output-len, or leave the seed out."
+        )
     if names is None:
         chosen: Sequence[str] = () if size.is_wanted else WORKLOAD_NAMES
     else:
@@ -110,7 +122,7 @@ def _workloads(names: str | None, size: CustomSize, seed: int) -> Callable[[int]
         if not size.is_wanted:
             return named
         custom = custom_workload(
-            size.num_prompts or 1, size.input_len or 128, size.output_len or 128, vocab_size=vocab_size, seed=seed
+            size.num_prompts or 1, size.input_len or 128, size.output_len or 128, vocab_size=vocab_size, seed=seed or 0
         )
         return [*named, custom]
 

@@ -81,7 +81,7 @@ def table_lines(report: Report) -> list[str]:
     columns = [_column(result, report.num_runs) for result in report.results]
     lines = [
         report.headline,
-        f"{device}{machine.cpu}, {machine.num_cpus} processors, {machine.num_threads} threads",
+        f"{device}{machine.cpu}, {_count(machine.num_cpus, 'processor')}, {_count(machine.num_threads, 'thread')}",
         "",
         _row("", [result.workload.name for result in report.results]),
         *(_row(label, [column[label] for column in columns]) for label in columns[0]),
@@ -92,6 +92,10 @@ def table_lines(report: Report) -> list[str]:
     if report.bound is not None:
         lines += ["", *_bound_lines(report.bound)]
     return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

@@ -149,23 +149,28 @@ class _Answer:
             "memory_source": self.size.source,
             "num_blocks": plan.num_blocks,
             "num_usable_blocks": plan.num_usable_blocks,
-            "bytes_per_token": plan.bytes_per_token,
+            "bytes_per_token": _whole(plan.bytes_per_token),
             "bytes_per_block": layout.bytes_per_block,
             "total_bytes": layout.total_bytes,
             "unused_bytes": plan.unused_bytes,
             "max_position": plan.limits.max_position,
             "longest_request": plan.longest_request,
             "max_model_len": plan.max_model_len,
+            "max_model_len_source": self.config.source_of("max_model_len"),
             "max_concurrency": at_most.exact,
             "max_num_seqs": self.config.scheduler.max_num_seqs,
+            "max_num_batched_tokens": self.config.scheduler.max_num_batched_tokens,
+            "max_running_requests": self._max_running,
             "groups": [
                 {
                     "kind": group.group.spec.kind,
                     "layers": list(group.group.layers),
                     "spec": {"class": type(group.group.spec).__name__, **dataclasses.asdict(group.group.spec)},
+                    "windows": [self.needs.spec.attention_specs[layer].window for layer in group.group.layers],
+                    "chunks": [self.needs.spec.attention_specs[layer].chunk for layer in group.group.layers],
                     "manager": manager.part.plugin.name,
                     "page_bytes": group.page_bytes,
-                    "bytes_per_token": group.bytes_per_token,
+                    "bytes_per_token": _whole(group.bytes_per_token),
                     "unused_bytes_per_block": group.unused_bytes_per_block,
                     "blocks_per_request": group.blocks_per_request,
                     "bytes_per_request": group.bytes_per_request,
@@ -213,6 +218,12 @@ class _Answer:
     def _kv_cache_dtype(self) -> str:
         return self.needs.spec.attention_specs[0].kv_dtype
 
+    @property
+    def _max_running(self) -> int:
+        """Requests that an engine runs at a time, the KV cache left aside: each takes a token of every step."""
+        scheduler = self.config.scheduler
+        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
     def _longest_request(self) -> str:
         longest, max_position = self.plan.longest_request, self.plan.limits.max_position
         if longest == max_position:
@@ -224,15 +235,34 @@ class _Answer:
 
         spec, layers = group.group.spec, describe_layers(group.group.layers)
         yield f"{spec.kind} ({layers}), each keeps {spec}"
+        yield from self._window_lines(group)
         yield f"  KV-cache manager   {manager}"
         yield f"  bytes a token      {_size(group.bytes_per_token)} in {layers}"
-        yield f"  bytes a page       {_size(group.page_bytes)}, for a block of {spec.block_size} tokens in one layer"
+        tokens = _count(spec.block_size, "token")
+        yield f"  bytes a page       {_size(group.page_bytes)}, for a block of {tokens} in one layer"
         if group.unused_bytes_per_block:
             yield f"  unused in a block  {_size(group.unused_bytes_per_block)}"
         yield (
             f"  a request          of {self.plan.max_model_len} tokens holds at most "
-            f"{group.blocks_per_request} blocks, {_size(group.bytes_per_request)}"
+            f"{_count(group.blocks_per_request, 'block')}, {_size(group.bytes_per_request)}"
         )
+
+    def _window_lines(self, group: "GroupPlan") -> Iterator[str]:
+        """Say of layers whose queries see a window, or a chunk, that they keep all tokens nevertheless."""
+        from octavo.core.interfaces import FullAttentionSpec
+        from octavo.selection.report import describe_layers
+
+        if type(group.group.spec) is not FullAttentionSpec:
+            return
+        by_reach: dict[tuple[str, int], list[int]] = {}
+        for layer in group.group.layers:
+            attention = self.needs.spec.attention_specs[layer]
+            for label, reach in (("window", attention.window), ("chunk", attention.chunk)):
+                if reach is not None:
+                    by_reach.setdefault((label, reach), []).append(layer)
+        for (label, reach), layers in by_reach.items():
+            seen = _count(reach, "token")
+            yield f"  {label:17}  {seen} in {describe_layers(layers)}; all tokens are kept nevertheless"
 
     def _memory_parts(self) -> Iterator[tuple[str, int]]:
         """Yield what takes part of the memory, and how many bytes."""
@@ -251,7 +281,7 @@ class _Answer:
             yield "left over", plan.unused_bytes
 
     def _concurrency_lines(self) -> Iterator[str]:
-        plan, max_num_seqs = self.plan, self.config.scheduler.max_num_seqs
+        plan, scheduler = self.plan, self.config.scheduler
         rows = plan.concurrency_by_length()
         most = max(row.num_requests for row in rows)
         yield "requests at a time, by their length, when they share no blocks"
@@ -261,8 +291,10 @@ class _Answer:
         ]
         counts = [row.num_requests for row in rows]
         yield from _bars([(label, n, str(n)) for label, n in zip(labels, counts, strict=True)], most)
-        if most > max_num_seqs:
-            yield f"  An engine runs at most {max_num_seqs} at a time (max_num_seqs)."
+        if most > self._max_running:
+            limits = ("max_num_seqs", "max_num_batched_tokens")
+            tightest = [name for name in limits if getattr(scheduler, name) == self._max_running]
+            yield f"  An engine runs at most {self._max_running} at a time ({', '.join(tightest)})."
         at_most = plan.concurrency_at(plan.max_model_len)
         # Rounded down: 3.999 is not four.
         hundredths = 100 * at_most.num_usable_blocks // at_most.blocks_per_request
@@ -292,5 +324,15 @@ def _rough(num_bytes: int) -> str:
 
 def _size(num_bytes: float) -> str:
     """Return a size as people read it, and in bytes where that says more."""
-    exact = f"{num_bytes:.0f} bytes" if float(num_bytes).is_integer() else f"{num_bytes:.2f} bytes"
+    whole = _whole(num_bytes)
+    exact = _count(whole, "byte") if isinstance(whole, int) else f"{whole:.2f} bytes"
     return exact if num_bytes < 1024 else f"{_rough(int(num_bytes))} ({exact})"
+
+
+def _whole(number: float) -> int | float:
+    """Return a number without a fraction as a whole one."""
+    return int(number) if float(number).is_integer() else number
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -143,9 +143,12 @@ def num_blocks_from_memory(available_bytes: int, cost: RequestCost, max_model_le
 
 def format_bytes(num_bytes: int) -> str:
     """Return a size as people read it, such as "1.50 GiB"."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.2f} {unit}"
+    if abs(num_bytes) < 1024:
+        return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
+    size = num_bytes / 1024
+    for unit in ("KiB", "MiB", "GiB"):
+        # Rounded first, for 1023.999 is shown as 1024.00.
+        if abs(round(size, 2)) < 1024:
+            return f"{size:.2f} {unit}"
         size /= 1024
-    return f"{size:.2f} GiB"
+    return f"{size:.2f} TiB"

@@ -90,6 +90,8 @@ class LlamaModel(Model):
         cls, config: Mapping[str, Any], *, dtype: str, device: str, block_size: int, kv_dtype: str
     ) -> ModelSpec:
         read = read_config(config)
+        # For its errors: what rope cannot be computed with is refused before the weights are read.
+        Rope.from_spec(read.rope, device="cpu")
         attention_specs = tuple(
             AttentionSpec(
                 num_query_heads=read.num_query_heads,

@@ -6,13 +6,14 @@ config ── names ──► parts ── model's spec ──► KV-cache group
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from octavo.config import EngineConfig, PluginChoice, environment_warnings
 from octavo.core.interfaces import Checkpoint, ModelSpec
 from octavo.core.kv_cache_config import make_groups
-from octavo.errors import ConfigError, PluginContractError, UnsupportedModelError
+from octavo.errors import CheckpointError, ConfigError, PluginContractError, UnsupportedModelError
 from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, MODELS, REQUEST_QUEUES
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import choose
@@ -95,7 +96,7 @@ def _needs(
     dtype = _dtype(config.dtype, device, checkpoint)
     model = named_model or _model_by_type(config, registry, checkpoint.config.get("model_type"))
     kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
-    with model.part.blamed("when it was asked what the model needs"):
+    with _naming(config.model), model.part.blamed("when it was asked what the model needs"):
         spec: ModelSpec = model.part.loaded.spec_from_config(
             checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
         )
@@ -105,6 +106,18 @@ def _needs(
             "must be a ModelSpec with as many attention specs as KV-cache specs."
         )
     return ModelNeeds(checkpoint, model, spec, make_groups(spec.kv_cache_specs), device, dtype)
+
+
+@contextmanager
+def _naming(model: str | None) -> Iterator[None]:
+    """Say of which model's config an error speaks: who reads the config does not know where it came from."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        # A package's own kind of error may take other arguments.
+        if type(error) not in (CheckpointError, UnsupportedModelError):
+            raise
+        raise type(error)(f"In {'the demo model' if model is None else repr(model)}: {error}") from error
 
 
 # -- single parts -----------------------------------------------------------------------------------------------

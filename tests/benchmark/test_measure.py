@@ -174,12 +174,44 @@ def test_ids_above_the_vocabulary_are_a_reason_not_to_run(make_thread):
     )
 
 
-def test_a_request_longer_than_the_engine_serves_is_a_reason_not_to_run(make_thread):
-    thread = make_thread(max_model_len=32)
-    outcome = measure(thread, work(2, 30, 3), 3)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_model_len": 71}, "max_model_len is 71; set it to 72 or more, or leave it out"),
+        (
+            {"num_kv_blocks": 4},
+            "max_model_len is 48, as long as the KV cache of 4 blocks allows; give it 6 blocks (num_kv_blocks) or "
+            "49152 bytes (kv_cache_memory_bytes) or more",
+        ),
+        (
+            {"num_kv_blocks": 4, "max_model_len": 50},
+            "max_model_len is 50; set it to 72 or leave it out, and as the KV cache of 4 blocks holds requests of up "
+            "to 48 tokens, give it 6 blocks (num_kv_blocks) or 49152 bytes (kv_cache_memory_bytes) or more",
+        ),
+    ],
+    ids=["max_model_len", "blocks", "both"],
+)
+def test_a_request_longer_than_the_engine_serves_is_a_reason_not_to_run(make_thread, settings, reason):
+    outcome = measure(make_thread(**settings), work(2, 32, 40), 3)
     assert isinstance(outcome, NotRun)
-    assert outcome.reason == "its longest request takes 33 tokens, and max_model_len is 32"
-    assert isinstance(measure(thread, work(2, 29, 3), 1), Measurement)
+    assert outcome.reason == f"its longest request takes 72 tokens, and {reason}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_model_len": 72}, {"num_kv_blocks": 6}, {"num_kv_blocks": None, "kv_cache_memory_bytes": 49152}],
+    ids=str,
+)
+def test_what_is_said_to_do_does(make_thread, settings):
+    assert isinstance(measure(make_thread(**settings), work(2, 32, 40), 1), Measurement)
+
+
+def test_a_request_longer_than_the_models_positions_is_a_reason_not_to_run(make_thread):
+    outcome = measure(make_thread(), work(1, 500, 13), 3)
+    assert isinstance(outcome, NotRun)
+    assert outcome.reason == (
+        "its longest request takes 513 tokens, and max_model_len is 512; this model's positions go up to 512"
+    )
 
 
 def test_an_answer_that_breaks_off_is_no_result(make_thread):

@@ -46,10 +46,25 @@ def test_the_prefix_workload_shares_1024_tokens_and_no_more():
     assert len({prompt[1024] for prompt in prompts}) > 60
 
 
-def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("quick", "There is no workload called 'quick'. There are: single, batch, prefix, long."),
+        (
+            "singel",
+            "There is no workload called 'singel'. Did you mean 'single'? There are: single, batch, prefix, long.",
+        ),
+        (
+            "custom",
+            "'custom' is no name of a workload that there is; a workload of your own is made with --num-prompts, "
+            "--input-len and --output-len.",
+        ),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused_with_the_way_out(name, sentence):
     with pytest.raises(ConfigError) as caught:
-        named_workload("quick")
-    assert str(caught.value) == "There is no workload called 'quick'; there are: single, batch, prefix, long."
+        named_workload(name)
+    assert str(caught.value) == sentence
 
 
 def test_a_custom_workload_has_the_size_that_was_asked_for_and_ids_of_the_whole_vocabulary():

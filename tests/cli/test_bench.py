@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -87,7 +88,13 @@ def test_the_workload_seed_draws_the_ids(tiny_folder, monkeypatch):
 
     monkeypatch.setattr("octavo.benchmark.workloads.custom_workload", remember)
     assert run(["bench", str(tiny_folder), *CUSTOM, "--runs", "1", "--workload-seed", "7"]) == 0
-    assert drawn == [((2, 20, 3), {"vocab_size": 512, "seed": 7})]
+    assert run(["bench", str(tiny_folder), *CUSTOM, "--runs", "1"]) == 0
+    assert drawn == [((2, 20, 3), {"vocab_size": 512, "seed": 7}), ((2, 20, 3), {"vocab_size": 512, "seed": 0})]
+
+
+def test_a_seed_below_zero_is_refused_for_it_would_draw_as_the_one_above(capsys):
+    assert run(["bench", "--num-prompts", "2", "--workload-seed", "-1"]) == 2
+    assert "Invalid value for '--workload-seed'" in capsys.readouterr().err
 
 
 def test_named_workloads_are_run_in_the_order_in_which_they_are_named_and_the_custom_one_last(tiny_folder, capsys):
@@ -109,10 +116,14 @@ def test_a_workload_that_cannot_be_run_says_why_and_the_status_is_1(tiny_folder,
         "single was not run: Token id 25347 at position 0 of the prompt is not in the vocabulary; ids are whole "
         "numbers from 0 to 511." in lines
     )
-    assert "long was not run: its longest request takes 4160 tokens, and max_model_len is 512." in lines
+    assert (
+        "long was not run: its longest request takes 4160 tokens, and max_model_len is 512; this model's positions go "
+        "up to 512." in lines
+    )
     (seconds,) = (line.split() for line in lines if line.startswith("seconds, median"))
     assert seconds[2:6] == ["not", "run", "not", "run"]
-    assert float(seconds[6]) > 0
+    # So little work may take less than a hundredth.
+    assert re.fullmatch(r"\d+\.\d\d", seconds[6])
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -121,8 +132,13 @@ def test_a_workload_that_cannot_be_run_says_why_and_the_status_is_1(tiny_folder,
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--workload", "quick"], "There is no workload called 'quick'; there are: single, batch, prefix, long."),
-        (["--workload", ""], "There is no workload called ''; there are: single, batch, prefix, long."),
+        (["--workload", "quick"], "There is no workload called 'quick'. There are: single, batch, prefix, long."),
+        (["--workload", ""], "There is no workload called ''. There are: single, batch, prefix, long."),
+        (
+            ["--workload", "single", "--workload-seed", "3"],
+            "--workload-seed draws the token ids of a workload of your own, and none is given; make one with "
+            "--num-prompts, --input-len or --output-len, or leave the seed out.",
+        ),
         (["MODEL", "--model", "other"], "The model is named twice: 'MODEL' and 'other'."),
         (
             ["--plot", "/nowhere/a.png"],
@@ -190,9 +206,9 @@ def measured(name, *runs):
     return Measurement(Workload(name, ([1] * 100, [2] * 28), 64), runs)
 
 
-def report(*results, bound=None, num_runs=2):
+def report(*results, bound=None, num_runs=2, num_threads=2):
     started = EngineStarted("some/model", "cpu", "float32", 8192, 100, 1 << 30, ())
-    machine = Machine("Some Processor", 2, 2, "Some Processor", 1 << 34)
+    machine = Machine("Some Processor", 2, num_threads, "Some Processor", 1 << 34)
     return Report(EngineConfig(), started, Versions("0.1", "2.13", "3.11"), machine, num_runs, results, bound)
 
 
@@ -228,6 +244,11 @@ def test_the_table_has_a_column_for_each_workload():
         "memory read 20.0 GB/s; matrix product in float32 400 GFLOP/s",
         "a token reads 538.0 MB of weights: one stream cannot exceed 37.2 tokens/s",
     ]
+
+
+def test_one_thread_is_one_thread():
+    lines = table_lines(report(measured("single", Run(2.0, [0.25], [], 0, 0, 0, 70)), num_runs=1, num_threads=1))
+    assert lines[1] == "Some Processor, 2 processors, 1 thread"
 
 
 def test_five_workloads_fit_into_80_columns_with_large_numbers():

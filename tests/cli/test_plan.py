@@ -135,6 +135,39 @@ def test_each_length_has_a_bar_and_what_never_fits_has_none(config_file, capsys)
     ]
 
 
+@pytest.mark.parametrize(
+    ("limits", "line"),
+    [
+        ({"max-num-batched-tokens": 3}, "  An engine runs at most 3 at a time (max_num_batched_tokens)."),
+        ({"max-num-seqs": 3}, "  An engine runs at most 3 at a time (max_num_seqs)."),
+        (
+            {"max-num-batched-tokens": 4, "max-num-seqs": 4},
+            "  An engine runs at most 4 at a time (max_num_seqs, max_num_batched_tokens).",
+        ),
+        ({"max-num-batched-tokens": 6, "max-num-seqs": 7}, None),
+    ],
+    ids=str,
+)
+def test_no_more_run_than_slots_and_than_a_step_has_tokens(config_file, planned, capsys, limits, line):
+    arguments = [config_file(), "--num-kv-blocks", "200", *(f"--{name}={value}" for name, value in limits.items())]
+    assert planned(*arguments)["max_running_requests"] == min(limits.values())
+    assert run(["plan", *arguments]) == 0
+    assert [said for said in capsys.readouterr().out.splitlines() if "at most" in said and "time" in said] == (
+        [line] if line else []
+    )
+
+
+def test_a_single_one_is_not_said_as_several(config_file, capsys):
+    assert run(["plan", config_file(), "--num-kv-blocks", "2", "--block-size", "1", "--max-model-len", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  bytes a page       8.00 KiB (8192 bytes), for a block of 1 token in one layer" in lines
+    arguments = ["--memory", "8388609", "--max-model-len", "16"]
+    assert run(["plan", config_file(), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  a request          of 16 tokens holds at most 1 block, 4.00 MiB (4194304 bytes)" in lines
+    assert lines[lines.index("where the memory goes") + 4].endswith("  1 byte")
+
+
 def test_nearly_one_more_request_is_not_rounded_up(config_file, capsys):
     # 1023 usable blocks, and 256 a request.
     assert run(["plan", config_file(max_position_embeddings=4096), "--num-kv-blocks", "1024"]) == 0
@@ -163,9 +196,13 @@ def test_a_program_gets_the_same(config_file, planned):
         "max_position": 8192,
         "longest_request": 8176,
         "max_model_len": 8176,
+        "max_model_len_source": "default",
         "max_concurrency": 1.0,
         "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "max_running_requests": 64,
     }
+    assert type(answer["bytes_per_token"]) is type(group["bytes_per_token"]) is int
     assert group == {
         "kind": "full_attention",
         "layers": list(range(32)),
@@ -176,6 +213,8 @@ def test_a_program_gets_the_same(config_file, planned):
             "head_dim": 128,
             "dtype": "float16",
         },
+        "windows": [None] * 32,
+        "chunks": [None] * 32,
         "manager": "full_attention",
         "page_bytes": 65536,
         "bytes_per_token": 131072,
@@ -191,6 +230,15 @@ def test_a_program_gets_the_same(config_file, planned):
         "num_requests": 1,
         "exact": 511 / 256,
     }
+
+
+def test_a_program_is_told_who_set_the_longest_request(config_file, planned, tmp_path):
+    file = tmp_path / "octavo.toml"
+    file.write_text("max_model_len = 100\n")
+    arguments = [config_file(), "--memory", "1GiB", "--config", file]
+    assert planned(*arguments)["max_model_len_source"] == str(file)
+    answer = planned(*arguments, "--max-model-len", "200")
+    assert (answer["max_model_len"], answer["max_model_len_source"]) == (200, "flag --max-model-len")
 
 
 def test_the_demo_model_is_planned_without_a_name(demo_gguf, planned):
@@ -238,7 +286,7 @@ def test_the_size_is_the_one_that_the_settings_give(tiny_folder, tmp_path, plann
     file.write_text("[cache]\nkv_cache_memory_bytes = 100000\n")
     answer = planned(tiny_folder, "--config", file)
     assert (answer["num_blocks"], answer["memory_source"]) == (12, f"kv_cache_memory_bytes by {file}")
-    # As in an engine, the number of blocks is the one that counts.
+    # A flag takes the place of what the file says in another way.
     answer = planned(tiny_folder, "--config", file, "--num-kv-blocks", "20")
     assert (answer["num_blocks"], answer["memory_bytes"]) == (20, 20 * BYTES_PER_BLOCK)
     answer = planned(tiny_folder, "--config", file, "--memory", "64KiB")
@@ -262,12 +310,21 @@ def test_two_sizes_at_once_are_refused(tiny_folder, refused, flag):
     )
 
 
+def test_two_sizes_of_the_settings_are_refused_as_by_an_engine(tiny_folder, refused):
+    assert refused(tiny_folder, "--num-kv-blocks", "9", "--kv-cache-memory-bytes", "100000") == (
+        "The size of the KV cache is given twice, by num_kv_blocks and by kv_cache_memory_bytes; leave one out."
+    )
+
+
 def test_what_is_too_little_or_no_size_is_refused(tiny_folder, refused):
     assert refused(tiny_folder, "--memory", "16383").endswith(
         "have room for 1, the null block included. Give the KV cache 16384 bytes (16.00 KiB) or more, or lower "
         "block_size."
     )
-    assert refused(tiny_folder, "--memory", "8G").startswith("--memory is '8G'; it must be a number above 0")
+    assert refused(tiny_folder, "--memory", "8P").startswith("--memory is '8P'; it must be a number above 0")
+    assert refused(tiny_folder, "--memory", "8Gb") == (
+        "--memory is '8Gb', and Gb is how bits are written; for bytes write 8GB."
+    )
     assert refused(tiny_folder, "--memory", "1MiB", "--max-model-len", "513").startswith("max_model_len is 513; it ")
     assert refused(tiny_folder, "--memory", "9999999999TiB") == (
         f"The KV cache would have {9999999999 * 1024**4} bytes, which is more than any machine has. Give a smaller "
@@ -318,6 +375,26 @@ def test_a_config_is_enough_for_a_family_that_runs_through_transformers(tmp_path
     assert answer["bytes_per_token"] == 3 * 2 * 64 * 4
 
 
+def window_lines(capsys):
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith(("  window", "  chunk"))]
+
+
+def test_a_window_whose_tokens_are_all_kept_is_said(config_file, planned, capsys):
+    file = config_file(model_type="mistral", sliding_window=128)
+    answer = planned(file, "--memory", "1GiB")
+    assert answer["groups"][0]["windows"] == [128] * 32
+    assert answer["bytes_per_token"] == planned(config_file(), "--memory", "1GiB")["bytes_per_token"]
+    file = config_file(model_type="mistral", sliding_window=128)
+    assert run(["plan", file, "--memory", "1GiB"]) == 0
+    assert window_lines(capsys) == ["  window             128 tokens in layers 0-31; all tokens are kept nevertheless"]
+    file = config_file(model_type="qwen2", use_sliding_window=True, sliding_window=128, max_window_layers=30)
+    assert run(["plan", file, "--memory", "1GiB"]) == 0
+    assert window_lines(capsys) == ["  window             128 tokens in layers 30-31; all tokens are kept nevertheless"]
+    assert run(["plan", config_file(), "--memory", "1GiB"]) == 0
+    assert window_lines(capsys) == []
+
+
 def test_a_folder_and_its_config_alone_give_the_same(tiny_folder, tmp_path, planned):
     shutil.copy(tiny_folder / "config.json", tmp_path)
     of_folder = planned(tiny_folder, "--memory", "1MiB")
@@ -333,19 +410,36 @@ def test_a_folder_and_its_config_alone_give_the_same(tiny_folder, tmp_path, plan
             "The config of '{file}' has no model_type, by which a model class is chosen. If it is a model's config, "
             "name the class in model_impl.",
         ),
-        ({"num_hidden_layers": None}, "The config lacks 'num_hidden_layers', which every model of its kind needs."),
+        (
+            {"num_hidden_layers": None},
+            "In '{file}': The config lacks 'num_hidden_layers', which every model of its kind needs.",
+        ),
+        (
+            {"num_key_value_heads": 0},
+            "In '{file}': The config gives 0 as num_key_value_heads; it has to be positive.",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
+            "In '{file}': The config gives 'two' as factor of the rope type 'linear'; it has to be a number.",
+        ),
         (
             {"quantization_config": {"bits": 4}},
-            "The config sets quantization_config to {{'bits': 4}}, which changes what the model computes and is not "
-            "supported. Use a copy of the model that is not quantised, or a GGUF file.",
+            "In '{file}': The config sets quantization_config to {{'bits': 4}}, which changes what the model "
+            "computes and is not supported. Use a copy of the model that is not quantised, or a GGUF file.",
         ),
         (
             {"torch_dtype": None},
             "{file} gives no dtype, and there are no weights beside it that would tell. Set dtype, such as "
             "dtype='bfloat16'.",
         ),
-        ({"model_type": "nobodys"}, "model_type 'nobodys' has the model_type 'nobodys', which Octavo has no class for"),
-        ({"model_type": "falcon"}, "model_type 'falcon' computes its attention itself, or takes it from a list of"),
+        (
+            {"model_type": "nobodys"},
+            "In '{file}': model_type 'nobodys' has the model_type 'nobodys', which Octavo has no class for and",
+        ),
+        (
+            {"model_type": "falcon"},
+            "In '{file}': model_type 'falcon' computes its attention itself, or takes it from a list of",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -400,7 +494,10 @@ def test_a_third_partys_manager_says_what_a_request_takes(sink_window, tmp_path,
     answer = planned(*arguments, "--kv-managers", "sink_window=full_attention")
     assert answer["max_model_len"] == 160
     assert run(["plan", *map(str, arguments)]) == 0
-    assert "  KV-cache manager   sink_window (octavo-sink-window 1.0), by default; " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  KV-cache manager   sink_window (octavo-sink-window 1.0), by default; " in shown
+    # Its layers see a window, and keep no more than that.
+    assert "all tokens are kept" not in shown
 
 
 def test_what_a_package_prints_is_not_part_of_the_answer(tiny_folder, site, planned, capsys):

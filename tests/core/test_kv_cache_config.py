@@ -202,7 +202,12 @@ def test_whatever_is_suggested_works_and_one_token_more_does_not(available, max_
         (2**20, "1.00 MiB"),
         (512 * 2**20, "512.00 MiB"),
         (3 * 2**29, "1.50 GiB"),
-        (2**42, "4096.00 GiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (2**30 - 1, "1.00 GiB"),
+        (1023 * 2**30, "1023.00 GiB"),
+        (2**40, "1.00 TiB"),
+        (3 * 2**39, "1.50 TiB"),
+        (99999 * 2**40, "99999.00 TiB"),
     ],
 )
 def test_sizes_are_written_as_people_read_them(num_bytes, text):
