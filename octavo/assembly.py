@@ -67,6 +67,7 @@ def build_engine(config: EngineConfig) -> Assembly:
     # Imported here, for torch takes more than a second.
     from octavo.core.model_runner import ModelRunner
 
+    _check_verification(config)
     selection = select(config, scan())
     report = selection.lines()
     for line in report:
@@ -160,6 +161,14 @@ def _backends(selection: Selection) -> list[AttentionBackend]:
                 try_bind(backend, selected.group.spec, needs.device)
         by_layer |= {layer: by_spec[needs.spec.attention_specs[layer]] for layer in selected.group.layers}
     return [by_layer[layer] for layer in range(len(by_layer))]
+
+
+def _check_verification(config: EngineConfig) -> None:
+    if config.cache.verify_prefix_cache and not config.cache.enable_prefix_caching:
+        raise ConfigError(
+            "verify_prefix_cache checks what is found in the prefix cache, and enable_prefix_caching=False switches it "
+            "off; leave one of the two out."
+        )
 
 
 def _hash_function(selection: Selection) -> HashFunction:

@@ -8,6 +8,7 @@ import torch
 from octavo import EngineConfig, SamplingParams
 from octavo.assembly import build_engine
 from octavo.core.engine_core import EngineCore
+from octavo.errors import ConfigError
 from octavo.models.llama import LlamaModel
 from octavo.testing import installed
 from octavo.testing.engines import Finished, assert_nothing_leaks, run_to_end
@@ -130,7 +131,10 @@ def test_one_wrong_number_in_one_layer_is_found_and_named(make_engine, caplog, l
     assert engine.stats().verification_failures == 1
 
 
-def test_the_mode_does_nothing_where_the_cache_is_off(make_engine):
-    engine = make_engine(verify_prefix_cache=True, enable_prefix_caching=False)
-    assert answer(engine).token_ids == answer(engine).token_ids
-    assert engine.stats().verified_tokens == 0
+def test_the_mode_is_refused_where_the_cache_is_off(make_engine):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(verify_prefix_cache=True, enable_prefix_caching=False)
+    assert str(caught.value) == (
+        "verify_prefix_cache checks what is found in the prefix cache, and enable_prefix_caching=False switches it "
+        "off; leave one of the two out."
+    )

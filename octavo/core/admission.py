@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from octavo.core.chunking import Chunking
 from octavo.core.kv_cache_coordinator import PrefixHit
@@ -14,6 +15,39 @@ from octavo.core.scheduled import Entries
 from octavo.core.step_builder import StepBuilder
 
 logger = logging.getLogger(__name__)
+
+
+# Requests at the front of the line that others may pass in a step; each is looked at.
+MOST_PASSED = 64
+
+
+class _PromptsUnderWay:
+    """The blocks that running prompts fill in the steps after this one, and no step has filled yet.
+
+    Args:
+        roster: The requests under way.
+        running: Those that are behind.
+    """
+
+    def __init__(self, roster: Roster, running: Iterable[Request]) -> None:
+        self._roster = roster
+        self._next_blocks: list[tuple[int, bytes, Request]] = []
+        for request in running:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Take in a running request."""
+        kv_cache_manager = self._roster.kv_cache_manager
+        next_block = kv_cache_manager.next_block(request, self._roster.num_computed(request))
+        if next_block is not None:
+            self._next_blocks.append((*next_block, request))
+
+    def computing_for(self, request: Request) -> Request | None:
+        """Return who is about to compute the block that a waiting request needs next; None where nobody is."""
+        for index, key, prompt in self._next_blocks:
+            if self._roster.kv_cache_manager.needs_block(request, index, key):
+                return prompt
+        return None
 
 
 class Admission:
@@ -91,13 +125,13 @@ class Admission:
         """
         if not self._chunking.must_run_whole(head):
             return 0
-        table = self._roster.table
-        num_over = num_missing + sum(map(table.num_tokens_behind, self._roster.running))
-        num_over -= self._chunking.max_num_batched_tokens
+        running = self._roster.entries().requests
+        num_behind = dict(zip(running, self._roster.num_tokens_behind().tolist(), strict=True))
+        num_over = num_missing + sum(num_behind.values()) - self._chunking.max_num_batched_tokens
         for num_gone, victim in enumerate(candidates):
             if num_over <= 0:
                 return num_gone
-            num_over -= table.num_tokens_behind(victim)
+            num_over -= num_behind[victim]
         return len(candidates) if num_over <= 0 else None
 
     def _displaceable_by(self, head: Request) -> list[Request]:
@@ -115,7 +149,8 @@ class Admission:
         if not len(roster.line):
             return admitted
         owed = roster.blocks_owed()
-        prompts, num_owed = list(owed), sum(owed.values())
+        num_owed = sum(owed.values())
+        prompts = _PromptsUnderWay(roster, owed)
         # At the front of the line, requests that wait for a step alone, and are passed meanwhile.
         num_passed = 0
         while (request := self._next(num_passed, step)) is not None:
@@ -148,35 +183,34 @@ class Admission:
                 roster.line.take_first(request)
             roster.admit(request, hit, num_new, step)
             admitted.append(request)
-            prompts.append(request)
+            prompts.add(request)
             num_owed += self._kv_cache_manager.num_blocks_owed(request)
         return admitted
 
     def _next(self, num_passed: int, step: StepBuilder) -> Request | None:
         """Return whom to look at next; None where nobody waits any more, or the step has no room for anybody."""
         roster = self._roster
-        if len(roster.line) <= num_passed:
+        if len(roster.line) <= num_passed or num_passed == MOST_PASSED:
             return None
         if len(roster.running) == self._max_num_seqs:
-            self._say(f"all {self._max_num_seqs} slots are taken (max_num_seqs)")
+            self._say(f"no slot is free (max_num_seqs is {self._max_num_seqs})")
             return None
         if not step.rest:
             self._say("the step's budget is spent (max_num_batched_tokens)")
             return None
         return roster.line.behind(num_passed) if num_passed else roster.line.first()
 
-    def _verdict(self, request: Request, prompts: list[Request], num_owed: int) -> tuple[Verdict, PrefixHit]:
+    def _verdict(self, request: Request, prompts: _PromptsUnderWay, num_owed: int) -> tuple[Verdict, PrefixHit]:
         """Say whether a waiting request fits, and what it finds in the cache."""
-        roster, kv_cache_manager = self._roster, self._kv_cache_manager
+        kv_cache_manager = self._kv_cache_manager
+        verdict = kv_cache_manager.could_ever_hold(request.num_tokens)
+        if verdict and (prompt := prompts.computing_for(request)) is not None:
+            # Both would compute it, each for itself.
+            verdict = Verdict(Fit.WAIT_STEP, f"its prefix is being computed by {prompt.request_id!r}")
+        if not verdict:
+            return verdict, kv_cache_manager.coordinator.no_hit
         hit = kv_cache_manager.get_computed_blocks(request)
-        verdict = kv_cache_manager.can_admit(request, hit, num_owed + self._watermark(len(roster.running)))
-        if verdict.fit is Fit.NEVER:
-            return verdict, hit
-        for prompt in prompts:
-            if kv_cache_manager.computes_next_block_of(request, hit, prompt, roster.num_computed(prompt)):
-                # Both would compute it, each for itself.
-                return Verdict(Fit.WAIT_STEP, f"its prefix is being computed by {prompt.request_id!r}"), hit
-        return verdict, hit
+        return kv_cache_manager.can_admit(request, hit, num_owed + self._watermark(len(self._roster.running))), hit
 
     def _wait(self, request: Request, verdict: Verdict) -> None:
         """Keep why a request is not admitted."""

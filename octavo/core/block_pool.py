@@ -187,6 +187,27 @@ class BlockPool:
             if self._key_of[block_id] is not None:
                 self._forget(block_id)
 
+    def key_of(self, block_id: int) -> tuple[int, bytes] | None:
+        """Return the group and the key by which the block can be found; None where it cannot."""
+        return self._key_of[block_id]
+
+    def blocks_of(self, key: bytes, group_id: int) -> list[int]:
+        """Return all blocks that are registered under a key in a group, the oldest first."""
+        block_id = self.get_cached_block(key, group_id)
+        return [] if block_id is None else [block_id, *self._twins.get((group_id, key), ())]
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable, held or free. Free ones go to the head of the queue together, keeping their order."""
+        freed = []
+        for block_id in block_ids:
+            if self._key_of[block_id] is None:
+                continue
+            self._forget(block_id)
+            if self._ref_counts[block_id] == 0:
+                self._unlink(block_id)
+                freed.append(block_id)
+        self._link(freed, after=NULL_BLOCK)
+
     def reset_prefix_cache(self) -> bool:
         """Make every block unfindable, if nobody holds one; return whether that was done."""
         if self.num_used_blocks:
@@ -214,6 +235,12 @@ class BlockPool:
             twins.remove(block_id)
         if not twins:
             del self._twins[grouped_key]
+
+    def _unlink(self, block_id: int) -> None:
+        """Take a block out of the free queue."""
+        before, after = self._previous[block_id], self._next[block_id]
+        self._next[before] = after
+        self._previous[after] = before
 
     def _link(self, block_ids: Sequence[int], *, after: int) -> None:
         """Put blocks into the free queue, in order, behind block `after`."""

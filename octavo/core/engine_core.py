@@ -237,10 +237,7 @@ class EngineCore:
     def _plan_again(self, plan: StepPlan) -> StepPlan:
         """Undo the latest plan, which was not run, and return another one."""
         self.scheduler.roll_back(plan)
-        another = self.scheduler.schedule()
-        # A request may have been admitted in the first plan without a token to compute; its row is told in this one.
-        another.new_rows[:0] = plan.new_rows
-        return another
+        return self.scheduler.schedule()
 
     def _verified(self, plan: StepPlan, verifier: PrefixVerifier) -> StepPlan:
         """Return a plan whose requests found in the prefix cache what is right: this one, or one made in its place."""
@@ -277,8 +274,10 @@ class EngineCore:
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> ResetResult:
         """Forget all cached prefixes, and say what was done; see `Scheduler.reset_prefix_cache`."""
-        if reset_running_requests:
-            self._ahead = None
+        if reset_running_requests and self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            # Raises what planning raised.
+            ahead.result()
         return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def shutdown(self) -> None:

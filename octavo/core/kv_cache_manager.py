@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
+from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK, SingleTypeKVCacheManager
 from octavo.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit, make_coordinator
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.request import NO_ROW, Request
@@ -67,11 +67,13 @@ class _ProvisionalKeys:
     """What one step registered.
 
     Attributes:
-        owners: Blocks -> the row that fills them.
+        owners: Blocks -> the row that fills them, and the group and key that they were registered under.
+        filled: Blocks that the step fills, also those whose keys were taken back since.
         registered_before: Row -> registered entries by group before the step, for rows that registered some in it.
     """
 
-    owners: dict[int, int] = field(default_factory=dict)
+    owners: dict[int, tuple[int, tuple[int, bytes] | None]] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
     registered_before: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -153,26 +155,34 @@ class KVCacheManager:
             return _FITS
         return self._wait_for_memory(needed, num_reserved_blocks)
 
-    def computes_next_block_of(
-        self, request: Request, hit: PrefixHit, other: Request, num_computed_tokens: int
-    ) -> bool:
-        """Say whether the block that a request needs after its hit is the next one that another request fills.
+    def next_block(self, prompt: Request, num_computed_tokens: int) -> tuple[int, bytes] | None:
+        """Return which full block of its known tokens a running request fills next, and its key; None for none.
 
         Args:
-            request: Waits.
-            hit: What it finds.
-            other: Runs.
+            prompt: The request.
             num_computed_tokens: How many of its tokens are computed, or planned to be.
+        """
+        if self.hasher is None:
+            return None
+        index = num_computed_tokens // self.hasher.block_size
+        return (index, prompt.block_keys[index]) if index < len(prompt.block_keys) else None
+
+    def needs_block(self, request: Request, index: int, key: bytes) -> bool:
+        """Say whether a waiting request begins with a block that is not cached, and with all before it.
+
+        Args:
+            request: The request.
+            index: The block's place.
+            key: What it stands for, with all before it.
         """
         if not self.reads_prefixes_of(request):
             return False
         assert self.hasher is not None
-        block_size = self.hasher.block_size
-        index = num_computed_tokens // block_size
-        # A hit leaves a token to compute, so the last block of a request may be none that it could find.
-        if index != hit.num_tokens // block_size or index >= (request.num_tokens - 1) // block_size:
+        # A hit leaves a token to compute, so the last block may be none that could be found.
+        if index >= (request.num_tokens - 1) // self.hasher.block_size:
             return False
-        return index < len(other.block_keys) and request.block_keys[index] == other.block_keys[index]
+        self.hasher.extend(request.block_keys, request.token_ids, request.first_block_extra)
+        return request.block_keys[index] == key and self.pool.get_cached_block(key, 0) is None
 
     def num_blocks_held(self, request: Request) -> int:
         """Return how many blocks a request that holds a row has, over all groups."""
@@ -290,7 +300,8 @@ class KVCacheManager:
         if new_blocks:
             step = self._current_step
             step.registered_before.setdefault(request.row, registered)
-            step.owners.update(dict.fromkeys(new_blocks, request.row))
+            step.owners.update((block_id, (request.row, self.pool.key_of(block_id))) for block_id in new_blocks)
+            step.filled.update(new_blocks)
 
     def cache_computed_blocks(self, request: Request, num_tokens: int) -> None:
         """Register, for good, the full blocks among a request's first `num_tokens` tokens, which are computed."""
@@ -315,13 +326,30 @@ class KVCacheManager:
         """Take back the keys that the request registered in steps under way: it will not be computed after all."""
         for step in reversed(self._provisional):
             registered = step.registered_before.pop(request.row, None)
-            if registered is not None:
-                self.coordinator.uncache_blocks(request.row, registered)
-                step.owners = {b: row for b, row in step.owners.items() if row != request.row}
+            if registered is None:
+                continue
+            self.coordinator.uncache_blocks(request.row, registered)
+            # What one step fills may be recycled while the next is planned, and then no table leads to it any more.
+            recycled = [
+                block_id
+                for block_id, (row, key) in step.owners.items()
+                if row == request.row and self.pool.key_of(block_id) == key
+            ]
+            self.pool.forget_blocks(recycled)
+            step.owners = {block_id: owner for block_id, owner in step.owners.items() if owner[0] != request.row}
 
     def forget_blocks(self, request: Request) -> None:
-        """Make what the request holds unfindable, because its content cannot be trusted."""
+        """Make what the request holds and has held unfindable, because its content cannot be trusted."""
         self.drop_provisional_keys(request)
+        for manager in self.coordinator.managers:
+            # Whose blocks they were cannot be told any more, so all of that content go.
+            recycled = [
+                block_id
+                for index in range(int(manager.num_cached_blocks[request.row]))
+                if manager.block_tables[request.row, index] == NULL_BLOCK
+                for block_id in self.pool.blocks_of(request.block_keys[index], manager.group_id)
+            ]
+            self.pool.forget_blocks(recycled)
         self.coordinator.uncache_blocks(request.row, [0] * len(self.coordinator.managers))
 
     def free(self, request: Request) -> None:
@@ -335,7 +363,7 @@ class KVCacheManager:
         return ResetResult(
             False,
             f"{self.pool.num_used_blocks} blocks are held by requests that are under way; "
-            "wait for them to finish, or abort them, and call again.",
+            "wait for them to finish, abort them, or pass reset_running_requests=True, and call again.",
         )
 
     def _register(self, request: Request, num_tokens: int) -> list[int]:

@@ -135,7 +135,7 @@ class VerifyingKVCacheManager(KVCacheManager):
 
     def is_written(self, block_id: int) -> bool:
         """Say whether a findable block holds what it stands for, before the step that was planned last has run."""
-        return block_id not in self._current_step.owners
+        return block_id not in self._current_step.filled
 
     def _collides(self, key: bytes) -> bool:
         """Say whether there is a block of this digest, and none that stands for the same."""

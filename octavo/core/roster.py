@@ -80,9 +80,14 @@ class Roster:
 
     def blocks_owed(self) -> dict[Request, int]:
         """Return, for each running request that is behind, how many blocks its remaining tokens will take."""
-        requests = self.entries().requests
-        behind = [requests[entry] for entry in np.flatnonzero(self.num_tokens_behind() > 0).tolist()]
-        return {request: self.kv_cache_manager.num_blocks_owed(request) for request in behind}
+        entries, num_behind = self.entries(), self.num_tokens_behind()
+        behind = [entries.requests[entry] for entry in np.flatnonzero(num_behind > 0).tolist()]
+        return {request: self._num_blocks_owed(request) for request in behind}
+
+    def _num_blocks_owed(self, request: Request) -> int:
+        if request.num_tokens <= self.table.quiet_until[request.row]:
+            return 0
+        return self.kv_cache_manager.num_blocks_owed(request)
 
     def prompts_under_way(self, num_tokens_behind: Int32Array | None = None) -> list[Request]:
         """Return the running requests that are more than one token behind, the most urgent first.
@@ -129,6 +134,7 @@ class Roster:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         self._all_running = None
+        step.admitted.append(request)
         step.new_rows.append(row_sampling(request))
 
     def _count_admission(self, request: Request, hit: PrefixHit) -> None:

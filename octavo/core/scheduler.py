@@ -42,11 +42,13 @@ class _StepUnderWay:
     Attributes:
         plan: The plan.
         entries: Who owns its entries.
+        admitted: Who was admitted in it.
         num_departures: How many requests had left the running ones until then.
     """
 
     plan: StepPlan
     entries: Entries
+    admitted: tuple[Request, ...]
     num_departures: int
 
 
@@ -168,7 +170,7 @@ class Scheduler:
             self._watchdog.end_the_stuck()
         managers = self.kv_cache_manager.coordinator.managers
         entries, plan = make_plan(step.scheduled(), roster.table, managers, step.new_rows)
-        self._under_way.append(_StepUnderWay(plan, entries, roster.num_departures))
+        self._under_way.append(_StepUnderWay(plan, entries, tuple(step.admitted), roster.num_departures))
         return plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> EngineOutput:
@@ -198,24 +200,28 @@ class Scheduler:
             The ids of the plan's requests, in order of arrival.
         """
         while True:
-            latest = self._under_way.pop().plan
+            latest = self._under_way.pop()
             requests = self._take_back(latest)
             self.kv_cache_manager.cancel_step()
-            if latest is plan:
+            if latest.plan is plan:
                 return [request.request_id for request in requests]
 
-    def _take_back(self, plan: StepPlan) -> list[Request]:
-        """Put the requests of a plan that is not computed back in line; return them in order of arrival."""
+    def _take_back(self, step: _StepUnderWay) -> list[Request]:
+        """Put the requests of a step that is not computed back in line; return those with tokens in it, by arrival."""
+        plan = step.plan
         owners = [self._roster.owner(plan, entry) for entry in range(plan.num_entries)]
         owned = zip(owners, plan.num_new_tokens.tolist(), strict=True)
-        num_new_tokens = {request: number for request, number in owned if request is not None}
+        # Who was admitted may have no tokens in it, and still the runner is not told of its row, and what it found may
+        # be what a step that failed was to write.
+        num_new_tokens = {request: 0 for request in step.admitted if request.status is RequestStatus.RUNNING}
+        num_new_tokens |= {request: number for request, number in owned if request is not None}
         requests = sorted(num_new_tokens, key=lambda request: request.arrival)
         for request in reversed(requests):
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_before_preemption = self._roster.num_computed(request)
                 self._roster.put_back_in_line(request)
             request.num_computed_before_preemption -= num_new_tokens[request]
-        return requests
+        return [request for request in requests if num_new_tokens[request]]
 
     def _awaited_rows(self) -> list[int]:
         """Return the rows for which steps under way will sample a token."""

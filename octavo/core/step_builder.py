@@ -17,12 +17,14 @@ class StepBuilder:
 
     Attributes:
         rest: What is left of the budget.
-        new_rows: How the requests that were admitted in this step sample.
+        admitted: Requests that were admitted in this step; one may have no tokens in it yet.
+        new_rows: How they sample.
         preempted: Requests that lost their blocks in this step.
     """
 
     def __init__(self, budget: int) -> None:
         self.rest = budget
+        self.admitted: list[Request] = []
         self.new_rows: list[RowSampling] = []
         self.preempted: list[Request] = []
         # Those that were planned together come first, as columns; they are taken apart only if one of them is given up.

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from octavo.testing.reference_cache import ReferenceCache, ReferenceRequest, real_blocks
 
+# Requests at the front of the line that others may pass in a step.
+MOST_PASSED = 64
+
 
 @dataclass(frozen=True)
 class News:
@@ -146,6 +149,7 @@ class ReferenceEngine:
             token = self.next_token(request)
             if token is None:
                 # Nobody can say how far back its blocks are wrong.
+                self.cache.drop_recycled(request)
                 self.cache.drop_keys(request, 0)
                 self.end(request, "error", "non_finite_logits")
                 continue
@@ -239,8 +243,9 @@ class ReferenceEngine:
     def admit_waiting(self) -> None:
         """Admit requests in the order of the line while there are slots, budget and memory."""
         line = sorted(self.waiting, key=self.urgency)
+        num_passed = 0
         for num_seen, request in enumerate(line, 1):
-            if not self.rest or len(self.running) == self.max_num_seqs:
+            if not self.rest or len(self.running) == self.max_num_seqs or num_passed == MOST_PASSED:
                 return
             hit = self.cache.find_hit(request)
             if self.never_fits(len(request.tokens)):
@@ -249,6 +254,7 @@ class ReferenceEngine:
                 continue
             if self.must_wait_for_step(request, hit):
                 self.counters["waits_for_step"] += 1
+                num_passed += 1
                 continue
             if not self.has_room(request, hit, self.running):
                 self.counters["waits_for_memory"] += 1
@@ -261,19 +267,17 @@ class ReferenceEngine:
             self.compute(request, num_new)
 
     def must_wait_for_step(self, request: ReferenceRequest, hit: list[int]) -> bool:
-        """Say whether what a waiting request finds is filled in this step, and may not be read in it, or whether the
-        next block, which it does not find, is the one that a prompt under way computes next.
+        """Say whether what a waiting request finds is filled in this step, and may not be read in it, or whether it
+        begins with the block that a prompt under way computes next, and that is not in the cache.
         """
         if not self.shares_within_a_step and not self.provisional_blocks().isdisjoint(hit):
             return True
         if not self.pool.caching or request.skips_reading:
             return False
         size = self.cache.attention.block_size
-        next_block = self.cache.contents(request)[: (len(request.tokens) - 1) // size][len(hit) :][:1]
-        return any(
-            next_block and next_block == self.cache.contents(other)[other.computed // size :][:1]
-            for other in self.running
-        )
+        could_find = self.cache.contents(request)[: (len(request.tokens) - 1) // size]
+        next_blocks = [block for r in self.running for block in self.cache.contents(r)[r.computed // size :][:1]]
+        return any(block in could_find and self.pool.find(block) is None for block in next_blocks)
 
     # -- 5. the rest of the budget ------------------------------------------------------------------------------
 

@@ -65,6 +65,12 @@ class ReferencePool:
         for block in blocks:
             self.content.pop(block, None)
 
+    def forget(self, blocks: list[int]) -> None:
+        """Make blocks unfindable; those that are free are reused next."""
+        self.unregister(blocks)
+        free = [block for block in blocks if block in self.free]
+        self.free = free + [block for block in self.free if block not in free]
+
     def find(self, content: Hashable) -> int | None:
         """Return the block that was registered first of those with this content."""
         return next((block for block, found in self.content.items() if found == content), None)
@@ -208,6 +214,16 @@ class ReferenceCache:
         """Make the entries of a request's table from `first` on unfindable."""
         self.pool.unregister(real_blocks(request.table[first : request.num_sealed]))
         request.num_sealed = min(request.num_sealed, first)
+
+    def drop_recycled(self, request: ReferenceRequest) -> None:
+        """Make what the request wrote to blocks that it no longer holds unfindable, whoever wrote the same."""
+        recycled = [
+            content
+            for entry, content in zip(request.table[: request.num_sealed], self.contents(request), strict=False)
+            if entry == NULL
+        ]
+        for content in recycled:
+            self.pool.forget([block for block, found in self.pool.content.items() if found == content])
 
     def release(self, request: ReferenceRequest) -> None:
         """Give all blocks of a request back, the last one first, and forget what this step was to write."""

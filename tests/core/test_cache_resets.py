@@ -22,7 +22,8 @@ def test_a_reset_while_another_request_generates_is_refused_and_drops_nothing(as
     assert not refused.done
     assert refused.num_preempted == 0
     assert refused.reason == (
-        "3 blocks are held by requests that are under way; wait for them to finish, or abort them, and call again."
+        "3 blocks are held by requests that are under way; wait for them to finish, abort them, or pass "
+        "reset_running_requests=True, and call again."
     )
     assert engine.stats() == before
     engine.add_request("p again", range(9), greedy(2))

@@ -9,7 +9,7 @@ import pytest
 from octavo.core.engine_core import EngineCore
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.core.step_plan import AWAITED
+from octavo.core.step_plan import AWAITED, StepResult
 from octavo.errors import InvalidRequestError, StepError
 from octavo.hash_functions import Sha256
 from octavo.kv_managers.full_attention import FullAttentionManager
@@ -331,3 +331,102 @@ def test_what_planning_ahead_raises_comes_with_the_next_step():
     assert engine.step().request_ids == ["a"]
     with pytest.raises(RuntimeError, match=r"^no more$"):
         engine.step()
+
+
+@pytest.mark.parametrize("add_at", range(6))
+@pytest.mark.parametrize("num_shared", [0, 4])
+def test_a_request_that_was_admitted_without_a_token_is_admitted_anew_when_the_step_before_fails(num_shared, add_at):
+    """Its row was told to nobody, and what it found may be what the failed step was to write."""
+    engine, runner = make_engine(queue=PriorityQueue(), max_num_seqs=3, max_num_batched_tokens=3)
+    begin = [9, 8, 6, 5][:num_shared]
+    prompts = {"y": [1], "x0": [*begin, *range(10, 39)], "x1": range(12, 40), "c": [*begin, 4, 3, 2]}
+    engine.add_request("y", prompts["y"], greedy(30, ignore_eos=True), priority=5)
+    records = {}
+    for _ in range(2):
+        collect(records, engine.step())
+    for request_id, priority in (("x0", -5), ("x1", -4)):
+        engine.add_request(request_id, prompts[request_id], greedy(3, ignore_eos=True), priority=priority)
+    for step in range(8):
+        if step == add_at:
+            # Planned in place of y while the step runs that is to fail. The two others leave it nothing of the budget.
+            engine.add_request("c", prompts["c"], greedy(6, ignore_eos=True), priority=0)
+            runner.fail_next = RuntimeError("the device is gone")
+        with suppress(StepError):
+            collect(records, engine.step())
+    while engine.has_unfinished_requests():
+        collect(records, engine.step())
+    for request_id, record in records.items():
+        assert record.token_ids == expected_tokens(prompts[request_id], len(record.token_ids), VOCAB_SIZE)
+        assert record.finish_reason == "length"
+    rows = {}
+    for plan in runner.plans:
+        rows |= {row.row: row for row in plan.new_rows}
+        for entry in np.flatnonzero(plan.samples).tolist():
+            known_as = rows[int(plan.rows[entry])]
+            assert known_as.num_prompt_tokens == len(prompts[plan.request_ids[entry]])
+    assert_nothing_leaks(engine)
+
+
+# -- managers that give blocks back early -----------------------------------------------------------------------
+
+
+class RecyclingManager(FullAttentionManager):
+    """Gives back blocks that are four tokens behind."""
+
+    contract_version = 1
+
+    def skipped_blocks(self, num_computed_tokens):
+        return range(max(num_computed_tokens - 4, 0) // self.block_size)
+
+
+class CountingRunner:
+    """Computes nothing; its tokens are all 1, and not finite where `fails` says so."""
+
+    def __init__(self):
+        self.error = None
+        self.fails = False
+
+    def run(self, plan):
+        if self.error is not None:
+            raise self.error
+        num_samples = int(plan.samples.sum())
+        return StepResult([1] * num_samples, [self.fails] * num_samples, [None] * num_samples)
+
+
+def make_recycling_engine(async_scheduling):
+    kv = make_kv_cache_manager(RecyclingManager, Sha256(), num_usable_blocks=64, block_size=2)
+    scheduler = Scheduler(kv, FCFSQueue(), max_num_seqs=4, max_num_batched_tokens=8)
+    runner = CountingRunner()
+    engine = EngineCore(scheduler, runner, vocab_size=VOCAB_SIZE, max_model_len=90, async_scheduling=async_scheduling)
+    return engine, runner
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_a_failed_step_was_to_fill_is_not_findable_even_where_it_was_recycled_meanwhile(async_scheduling):
+    engine, runner = make_recycling_engine(async_scheduling)
+    pool = engine.scheduler.kv_cache_manager.pool
+    engine.add_request("a", range(32), greedy(4))
+    engine.step()
+    runner.error = RuntimeError("the device is gone")
+    with pytest.raises(StepError):
+        engine.step()
+    # Eight tokens were computed, in four blocks.
+    assert pool.num_cached_blocks == 4
+    assert_pool_is_sound(pool)
+    runner.error = None
+    run_to_end(engine)
+    assert_nothing_leaks(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_whose_logits_are_not_finite_leaves_nothing_findable_of_what_it_gave_back_early(async_scheduling):
+    engine, runner = make_recycling_engine(async_scheduling)
+    pool = engine.scheduler.kv_cache_manager.pool
+    engine.add_request("good", range(20), greedy(2))
+    run_to_end(engine)
+    num_good = pool.num_cached_blocks
+    runner.fails = True
+    engine.add_request("bad", range(30, 14, -1), greedy(4))
+    assert run_to_end(engine)["bad"].stop_reason == "non_finite_logits"
+    assert pool.num_cached_blocks == num_good
+    assert_nothing_leaks(engine)

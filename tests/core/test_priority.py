@@ -13,7 +13,14 @@ from octavo.core.engine_core import EngineCore
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import InvalidRequestError
 from octavo.request_queues import FCFSQueue, PriorityQueue
-from octavo.testing.engines import Finished, assert_nothing_leaks, assert_tables_are_sound, collect, make_hashing_engine
+from octavo.testing.engines import (
+    Finished,
+    assert_nothing_leaks,
+    assert_tables_are_sound,
+    collect,
+    make_hashing_engine,
+    run_to_end,
+)
 from octavo.testing.hashing_runner import HashingRunner, expected_tokens
 
 BLOCK_SIZE = 4
@@ -522,3 +529,27 @@ def test_a_queue_that_displaces_against_its_own_order_still_serves_everybody(mak
     engine.add("short", 5, max_tokens=5)
     engine.finish()
     assert engine.preempted["long"] > 1
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_prompt_that_must_run_whole_displaces_as_many_as_its_tokens_take_of_the_budget(make_kv, async_scheduling):
+    engine, _ = make_hashing_engine(
+        make_kv(500, 4),
+        PriorityQueue(),
+        max_num_seqs=7,
+        max_num_batched_tokens=8,
+        enable_chunked_prefill=False,
+        async_scheduling=async_scheduling,
+    )
+    prompts = {f"low{number}": [number + 1] for number in range(7)} | {"urgent": range(50, 58)}
+    for request_id, prompt in prompts.items():
+        if request_id == "urgent":
+            for _ in range(10):
+                engine.step()
+        params = SamplingParams(temperature=0, max_tokens=40)
+        engine.add_request(request_id, prompt, params, priority=0 if request_id == "urgent" else 5)
+    brought = [engine.step().request_ids for _ in range(3)]
+    assert any("urgent" in request_ids for request_ids in brought[: 2 + async_scheduling])
+    assert engine.stats().preemptions == 7
+    run_to_end(engine)
+    assert_nothing_leaks(engine)

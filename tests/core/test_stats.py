@@ -301,7 +301,7 @@ def test_who_waits_for_a_slot_or_for_a_part_of_the_budget_names_the_setting():
     for number in range(7):
         engine.add_request(f"r{number}", range(100 + number, 108 + number), greedy(3))
     engine.step()
-    assert engine.stats().waiting_because == "all 2 slots are taken (max_num_seqs)"
+    assert engine.stats().waiting_because == "no slot is free (max_num_seqs is 2)"
     finish(engine)
     engine, _ = make_engine(max_num_seqs=8, max_num_batched_tokens=2)
     for number in range(3):
