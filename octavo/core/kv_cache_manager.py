@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.core.block_pool import BlockPool
@@ -67,12 +67,12 @@ class _ProvisionalKeys:
     """What one step registered.
 
     Attributes:
-        owners: Blocks -> the row that fills them, and the group and key that they were registered under.
+        owners: Blocks -> the row that fills them.
         filled: Blocks that the step fills, also those whose keys were taken back since.
         registered_before: Row -> registered entries by group before the step, for rows that registered some in it.
     """
 
-    owners: dict[int, tuple[int, tuple[int, bytes] | None]] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
     registered_before: dict[int, list[int]] = field(default_factory=dict)
 
@@ -300,7 +300,7 @@ class KVCacheManager:
         if new_blocks:
             step = self._current_step
             step.registered_before.setdefault(request.row, registered)
-            step.owners.update((block_id, (request.row, self.pool.key_of(block_id))) for block_id in new_blocks)
+            step.owners.update(dict.fromkeys(new_blocks, request.row))
             step.filled.update(new_blocks)
 
     def cache_computed_blocks(self, request: Request, num_tokens: int) -> None:
@@ -330,13 +330,9 @@ class KVCacheManager:
                 continue
             self.coordinator.uncache_blocks(request.row, registered)
             # What one step fills may be recycled while the next is planned, and then no table leads to it any more.
-            recycled = [
-                block_id
-                for block_id, (row, key) in step.owners.items()
-                if row == request.row and self.pool.key_of(block_id) == key
-            ]
-            self.pool.forget_blocks(recycled)
-            step.owners = {block_id: owner for block_id, owner in step.owners.items() if owner[0] != request.row}
+            blocks = [block_id for block_id, row in step.owners.items() if row == request.row]
+            self.pool.forget_blocks(self._registered_under_keys_of(request, blocks))
+            step.owners = {block_id: row for block_id, row in step.owners.items() if row != request.row}
 
     def forget_blocks(self, request: Request) -> None:
         """Make what the request holds and has held unfindable, because its content cannot be trusted."""
@@ -365,6 +361,11 @@ class KVCacheManager:
             f"{self.pool.num_used_blocks} blocks are held by requests that are under way; "
             "wait for them to finish, abort them, or pass reset_running_requests=True, and call again.",
         )
+
+    def _registered_under_keys_of(self, request: Request, block_ids: Iterable[int]) -> list[int]:
+        own_keys = set(request.block_keys)
+        keys = {block_id: self.pool.key_of(block_id) for block_id in block_ids}
+        return [block_id for block_id, key in keys.items() if key is not None and key[1] in own_keys]
 
     def _register(self, request: Request, num_tokens: int) -> list[int]:
         assert self.hasher is not None
