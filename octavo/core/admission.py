@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 
 from octavo.core.chunking import Chunking
-from octavo.core.kv_cache_coordinator import PrefixHit
 from octavo.core.kv_cache_manager import Fit, Verdict
 from octavo.core.outputs import KV_CACHE_FULL
 from octavo.core.request import Request
@@ -151,10 +150,20 @@ class Admission:
         owed = roster.blocks_owed()
         num_owed = sum(owed.values())
         prompts = _PromptsUnderWay(roster, owed)
-        # At the front of the line, requests that wait for a step alone, and are passed meanwhile.
+        # At the front of the line, requests that wait for a step alone, and are passed meanwhile. Slots and blocks are
+        # kept for them, so that it costs them nothing.
         num_passed = 0
         while (request := self._next(num_passed, step)) is not None:
-            verdict, hit = self._verdict(request, prompts, num_owed)
+            if (prompt := prompts.computing_for(request)) is not None:
+                # Both would compute it, each for itself.
+                roster.counters.waits_for_step += 1
+                self._wait(request, Verdict(Fit.WAIT_STEP, f"its prefix is being computed by {prompt.request_id!r}"))
+                num_owed += self._kv_cache_manager.num_blocks_behind(request, prompt)
+                num_passed += 1
+                continue
+            hit = self._kv_cache_manager.get_computed_blocks(request)
+            num_reserved = num_owed + self._watermark(len(roster.running))
+            verdict = self._kv_cache_manager.can_admit(request, hit, num_reserved)
             if verdict.fit is Fit.NEVER:
                 # It fitted when it arrived, and has outgrown the pool since.
                 roster.counters.never_fitted += 1
@@ -163,6 +172,7 @@ class Admission:
             if verdict.fit is Fit.WAIT_STEP:
                 roster.counters.waits_for_step += 1
                 self._wait(request, verdict)
+                num_owed += self._kv_cache_manager.num_blocks_behind(request, None)
                 num_passed += 1
                 continue
             if verdict.fit is Fit.WAIT_MEMORY:
@@ -192,25 +202,13 @@ class Admission:
         roster = self._roster
         if len(roster.line) <= num_passed or num_passed == MOST_PASSED:
             return None
-        if len(roster.running) == self._max_num_seqs:
+        if len(roster.running) + num_passed >= self._max_num_seqs:
             self._say(f"no slot is free (max_num_seqs is {self._max_num_seqs})")
             return None
         if not step.rest:
             self._say("the step's budget is spent (max_num_batched_tokens)")
             return None
         return roster.line.behind(num_passed) if num_passed else roster.line.first()
-
-    def _verdict(self, request: Request, prompts: _PromptsUnderWay, num_owed: int) -> tuple[Verdict, PrefixHit]:
-        """Say whether a waiting request fits, and what it finds in the cache."""
-        kv_cache_manager = self._kv_cache_manager
-        verdict = kv_cache_manager.could_ever_hold(request.num_tokens)
-        if verdict and (prompt := prompts.computing_for(request)) is not None:
-            # Both would compute it, each for itself.
-            verdict = Verdict(Fit.WAIT_STEP, f"its prefix is being computed by {prompt.request_id!r}")
-        if not verdict:
-            return verdict, kv_cache_manager.coordinator.no_hit
-        hit = kv_cache_manager.get_computed_blocks(request)
-        return kv_cache_manager.can_admit(request, hit, num_owed + self._watermark(len(self._roster.running))), hit
 
     def _wait(self, request: Request, verdict: Verdict) -> None:
         """Keep why a request is not admitted."""

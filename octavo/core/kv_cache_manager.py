@@ -9,6 +9,7 @@ under way: one runs while the next is planned.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ class KVCacheManager:
             index: The block's place.
             key: What it stands for, with all before it.
         """
-        if not self.reads_prefixes_of(request):
+        if not self.reads_prefixes_of(request) or not self.could_ever_hold(request.num_tokens):
             return False
         assert self.hasher is not None
         # A hit leaves a token to compute, so the last block may be none that could be found.
@@ -183,6 +184,19 @@ class KVCacheManager:
             return False
         self.hasher.extend(request.block_keys, request.token_ids, request.first_block_extra)
         return request.block_keys[index] == key and self.pool.get_cached_block(key, 0) is None
+
+    def num_blocks_behind(self, request: Request, prompt: Request | None) -> int:
+        """Return the most blocks that a waiting request takes behind those that it shares with a prompt under way."""
+        most = self.coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight)
+        num_shared = 0 if prompt is None else self._num_shared_blocks(request, prompt)
+        return min(self.coordinator.num_blocks_needed(request.num_tokens) - num_shared, most)
+
+    def _num_shared_blocks(self, request: Request, prompt: Request) -> int:
+        assert self.hasher is not None
+        num_findable = (request.num_tokens - 1) // self.hasher.block_size
+        keys, others = request.block_keys[:num_findable], prompt.block_keys
+        # A key stands for all before it too, so behind the first two that differ all do.
+        return bisect_left(range(min(len(keys), len(others))), True, key=lambda index: keys[index] != others[index])
 
     def num_blocks_held(self, request: Request) -> int:
         """Return how many blocks a request that holds a row has, over all groups."""

@@ -243,20 +243,23 @@ class ReferenceEngine:
     def admit_waiting(self) -> None:
         """Admit requests in the order of the line while there are slots, budget and memory."""
         line = sorted(self.waiting, key=self.urgency)
-        num_passed = 0
+        # Those at the front that wait for a step alone may be passed; slots and blocks are kept for them.
+        num_passed = num_kept = 0
         for num_seen, request in enumerate(line, 1):
-            if not self.rest or len(self.running) == self.max_num_seqs or num_passed == MOST_PASSED:
+            if not self.rest or len(self.running) + num_passed >= self.max_num_seqs or num_passed == MOST_PASSED:
                 return
             hit = self.cache.find_hit(request)
             if self.never_fits(len(request.tokens)):
                 self.counters["never_fitted"] += 1
                 self.end(request, "length", "kv_cache_full")
                 continue
-            if self.must_wait_for_step(request, hit):
+            num_shared = self.num_blocks_under_way(request)
+            if num_shared is not None or self.finds_what_this_step_fills(hit):
                 self.counters["waits_for_step"] += 1
                 num_passed += 1
+                num_kept += self.cache.num_behind(request, num_shared or 0)
                 continue
-            if not self.has_room(request, hit, self.running):
+            if not self.has_room(request, hit, self.running, num_kept):
                 self.counters["waits_for_memory"] += 1
                 return
             num_missing = len(request.tokens) - len(hit) * self.cache.attention.block_size
@@ -266,18 +269,23 @@ class ReferenceEngine:
             self.admit(request, hit)
             self.compute(request, num_new)
 
-    def must_wait_for_step(self, request: ReferenceRequest, hit: list[int]) -> bool:
-        """Say whether what a waiting request finds is filled in this step, and may not be read in it, or whether it
-        begins with the block that a prompt under way computes next, and that is not in the cache.
+    def finds_what_this_step_fills(self, hit: list[int]) -> bool:
+        """Say whether a hit is filled in this step, and may not be read in it."""
+        return not self.shares_within_a_step and not self.provisional_blocks().isdisjoint(hit)
+
+    def num_blocks_under_way(self, request: ReferenceRequest) -> int | None:
+        """Return how many blocks a waiting request shares with a prompt under way whose next block it begins with,
+        too, where that is not in the cache. None where there is no such prompt.
         """
-        if not self.shares_within_a_step and not self.provisional_blocks().isdisjoint(hit):
-            return True
         if not self.pool.caching or request.skips_reading:
-            return False
+            return None
         size = self.cache.attention.block_size
         could_find = self.cache.contents(request)[: (len(request.tokens) - 1) // size]
-        next_blocks = [block for r in self.running for block in self.cache.contents(r)[r.computed // size :][:1]]
-        return any(block in could_find and self.pool.find(block) is None for block in next_blocks)
+        for other in self.running:
+            for block in self.cache.contents(other)[other.computed // size :][:1]:
+                if block in could_find and self.pool.find(block) is None:
+                    return len([content for content in could_find if content in self.cache.contents(other)])
+        return None
 
     # -- 5. the rest of the budget ------------------------------------------------------------------------------
 
@@ -298,14 +306,16 @@ class ReferenceEngine:
         """Say whether a request of so many tokens is more than an empty pool could hold."""
         return self.cache.attention.most_blocks(num_tokens) > len(self.pool.references)
 
-    def has_room(self, head: ReferenceRequest, hit: list[int], running: list[ReferenceRequest]) -> bool:
+    def has_room(
+        self, head: ReferenceRequest, hit: list[int], running: list[ReferenceRequest], num_kept: int = 0
+    ) -> bool:
         """Say whether there were a slot and memory for a request if these were running, and no others."""
         held = {block for request in running for block in real_blocks(request.table)}
         needed = self.cache.num_needed(head, hit, held)
         owed = sum(self.cache.num_owed(request) for request in running)
         watermark = self.num_watermark_blocks if running else 0
         num_free = len(self.pool.references) - len(held)
-        return len(running) < self.max_num_seqs and needed + owed + watermark <= num_free
+        return len(running) < self.max_num_seqs and needed + owed + num_kept + watermark <= num_free
 
     def has_budget(self, head: ReferenceRequest, hit: list[int], running: list[ReferenceRequest]) -> bool:
         """Say whether a request could begin in this step if these were running, and each of them caught up."""

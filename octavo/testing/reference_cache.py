@@ -174,6 +174,11 @@ class ReferenceCache:
         can_grow_by = self.attention.most_blocks(num_tokens) - len(real_blocks(request.table))
         return max(min(self.num_lacking(request, num_tokens), can_grow_by), 0)
 
+    def num_behind(self, request: ReferenceRequest, num_shared: int) -> int:
+        """Return the most blocks that a waiting request takes behind so many that it shares."""
+        num_tokens = len(request.tokens)
+        return min(self.attention.blocks_for(num_tokens) - num_shared, self.attention.most_blocks(num_tokens))
+
     def num_needed(self, request: ReferenceRequest, hit: list[int], held: set[int]) -> int:
         """Return how many free blocks a waiting request takes for all its tokens, if those of `held` are not free."""
         num_new = self.num_lacking(request, len(request.tokens)) - len(hit)

@@ -156,6 +156,33 @@ def test_who_waits_for_a_shared_beginning_is_passed_by_others_and_told_why(make_
     assert records["same"].token_ids == expected_tokens([*range(60), 7], 2, 1000)
 
 
+def test_who_passes_takes_no_slot_from_those_that_wait_for_a_shared_beginning(make_engine):
+    engine, runner = make_engine(128, 4, max_num_batched_tokens=16, max_num_seqs=2)
+    engine.add_request("first", range(60), greedy(20))
+    engine.add_request("same", [*range(60), 7], greedy(2))
+    engine.add_request("other", range(500, 505), greedy(20))
+    records = run_to_end(engine)
+    first_step = {}
+    for number, step in enumerate(scheduled(runner)):
+        for request_id in step:
+            first_step.setdefault(request_id, number)
+    assert first_step["same"] < first_step["other"]
+    assert records["same"].num_cached_tokens == 60
+
+
+@pytest.mark.parametrize(("num_usable_blocks", "passes"), [(18, True), (17, False)])
+def test_who_passes_takes_no_memory_from_those_that_wait_for_a_shared_beginning(make_engine, num_usable_blocks, passes):
+    engine, runner = make_engine(num_usable_blocks, 4, max_num_batched_tokens=16)
+    engine.add_request("first", range(60), greedy(1))
+    # Sixteen blocks, of which it shares fifteen. The other one takes two.
+    engine.add_request("same", [*range(60), 7], greedy(1))
+    engine.add_request("other", range(500, 505), greedy(1))
+    engine.step()
+    engine.step()
+    assert ("other" in scheduled(runner)[0]) == passes
+    run_to_end(engine)
+
+
 @pytest.mark.parametrize("options", [{"skip_reading_prefix_cache": True}, {}])
 def test_who_finds_nothing_in_the_cache_waits_for_nobody(make_engine, options):
     engine, runner = make_engine(128, 4, max_num_batched_tokens=16, caching=bool(options))
