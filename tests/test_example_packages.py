@@ -161,7 +161,8 @@ def test_it_is_thirty_lines_of_code_at_most():
 # -- their own tests --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", [pytest.param("octavo-eager", marks=pytest.mark.slow), "octavo-sink-window"])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
 def test_its_own_tests_pass(python_with_examples, package):
     folder = python_with_examples.parents[2] / package
     code = f"import pytest; raise SystemExit(pytest.main(['-q', '-W', 'error', {str(folder)!r}]))"

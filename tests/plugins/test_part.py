@@ -111,6 +111,11 @@ def test_a_schema_may_let_any_option_through(site):
 
 FORM = 'a table such as { name = "my_part", options = { size = 64 } }'
 NO_CHOICE = f"it must be a name, or {FORM}"
+NO_PART = (
+    "it must be the name of a part, under which a package registers it as an entry point; octavo.testing.installed "
+    "registers one without a package"
+)
+BESIDE_THE_NAME = "beside the name, a part's options stand in a table of their own; write options ="
 NO_OPTIONS = f"options must be a table of names and values: {FORM}"
 
 
@@ -121,7 +126,7 @@ NO_OPTIONS = f"options must be a table of names and values: {FORM}"
         ({}, NO_CHOICE),
         ({"options": {}}, NO_CHOICE),
         ({"name": 5}, NO_CHOICE),
-        (PluginChoice(5), NO_CHOICE),
+        (PluginChoice(5), NO_PART),
         ("", "the name is empty"),
         ({"name": ""}, "the name is empty"),
         (PluginChoice(""), "the name is empty"),
@@ -129,8 +134,8 @@ NO_OPTIONS = f"options must be a table of names and values: {FORM}"
         ({"name": "theirs", "options": None}, NO_OPTIONS),
         ({"name": "theirs", "options": {5: 1}}, NO_OPTIONS),
         (PluginChoice("theirs", [1]), NO_OPTIONS),
-        ({"name": "theirs", "option": {"k": 1}}, f"'option' is no part of a choice; {FORM}"),
-        ({"name": "theirs", "k": 1, "options": {}}, f"'k' is no part of a choice; {FORM}"),
+        ({"name": "theirs", "option": {"k": 1}}, "beside 'name' it may have 'options' alone"),
+        ({"name": "theirs", "k": 1, "options": {}}, f"{BESIDE_THE_NAME} {{ k = ... }}"),
     ],
 )
 def test_what_is_no_choice_is_refused(written, fault):
@@ -147,7 +152,7 @@ def test_a_choice_that_is_wrong_is_shown_without_the_values_of_its_options():
     for settings in ({"request_queue": secret}, {"hooks": [secret]}, {"kv_managers": {"full_attention": secret}}):
         with pytest.raises(ConfigError) as caught:
             EngineConfig.from_flat(**settings)
-        assert "'size' is no part of a choice" in str(caught.value)
+        assert str(caught.value).endswith(f"{BESIDE_THE_NAME} {{ size = ... }}.")
         assert "hunter2" not in str(caught.value)
     choice = PluginChoice("theirs", {"key": "hunter2"})
     assert "hunter2" not in f"{choice!r} {choice} {EngineConfig.from_flat(request_queue=choice)!r}"
@@ -163,7 +168,7 @@ def test_all_that_is_no_part_of_a_choice_is_named_in_the_order_in_which_it_is_wr
     names = [f"key{number}" for number in range(9)]
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_flat(request_queue={"name": "theirs", **dict.fromkeys(names, 1)})
-    assert str(caught.value).endswith(f": {', '.join(map(repr, names))} is no part of a choice; {FORM}.")
+    assert str(caught.value).endswith(f"{BESIDE_THE_NAME} {{ {', '.join(f'{name} = ...' for name in names)} }}.")
 
 
 def test_a_flag_that_is_no_toml_is_refused_with_an_example():

@@ -105,7 +105,8 @@ def test_a_trace_is_shortened_and_can_be_run_again():
     with pytest.raises(RuleBroken) as again:
         eval(call, {"Suite": suite})  # noqa: S307
     assert again.value.rule == broken.rule
-    assert again.value.found == broken.found
+    # It may be shortened further, by a request that played no part; then the others are counted otherwise.
+    assert re.sub(r"\br\d+", "r", again.value.found) == re.sub(r"\br\d+", "r", broken.found)
 
 
 def test_the_line_for_the_shell_works(tmp_path):
