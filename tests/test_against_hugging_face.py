@@ -166,7 +166,7 @@ def test_the_best_two_logits_of_the_tiny_models_are_far_apart(tiny):
     assert gaps[len(gaps) // 2] > 0.1
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("block_size", [1, 16, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget", [7, 2048, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (1, 64))])
 def test_a_tiny_model_answers_as_in_transformers_cold_warm_and_shuffled(tiny, budget, block_size, make_llm):
     folder, expected = tiny

@@ -227,8 +227,8 @@ class ReferenceCache:
             for entry, content in zip(request.table[: request.num_sealed], self.contents(request), strict=False)
             if entry == NULL
         ]
-        for content in recycled:
-            self.pool.forget([block for block, found in self.pool.content.items() if found == content])
+        found = self.pool.content.items()
+        self.pool.forget([block for content in recycled for block, other in found if other == content])
 
     def release(self, request: ReferenceRequest) -> None:
         """Give all blocks of a request back, the last one first, and forget what this step was to write."""

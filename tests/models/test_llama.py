@@ -51,6 +51,7 @@ def llama_checkpoint(tiny_folders: dict[str, Path]) -> Checkpoint:
     return open_checkpoint(str(tiny_folders["llama"]))
 
 
+@pytest.mark.slow
 def test_the_demo_model_computes_what_transformers_computes(demo_checkpoint: Checkpoint) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
