@@ -126,11 +126,9 @@ def test_the_packaged_model_answers_alone_as_in_transformers_cold_and_warm(demo,
     assert [output.num_cached_tokens for output in warm[-3:]] == [320, 496, 688]
 
 
-def slow_where_tiny_models_show_the_same(name):
-    return pytest.param(name, marks=() if name == "warm" else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", [slow_where_tiny_models_show_the_same(n) for n in (*SETTINGS, "shuffled", "warm")])
+# Tiny models show the same below, in less time.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SETTINGS, "shuffled", "warm"])
 def test_the_packaged_model_answers_in_a_batch_as_in_transformers_with(name, demo, make_llm):
     if name in SETTINGS:
         llm = make_llm(**settings_of(name))
