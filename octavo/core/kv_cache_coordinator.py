@@ -63,7 +63,7 @@ class KVCacheCoordinator(ABC):
         """Return the blocks that the row holds, over all groups, without null entries."""
         return [block_id for manager in self.managers for block_id in manager.block_table(row).tolist() if block_id]
 
-    def num_blocks_held(self, rows: Iterable[int]) -> int:
+    def num_table_entries(self, rows: Iterable[int]) -> int:
         """Return how many table entries the rows have together, null entries included."""
         rows = list(rows)
         return sum(int(manager.num_blocks[rows].sum()) for manager in self.managers)

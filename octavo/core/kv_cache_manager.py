@@ -116,12 +116,13 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that leaves at least one token to compute. Changes no block."""
-        if self.hasher is None or request.params.skip_reading_prefix_cache:
+        if not self.reads_prefixes_of(request):
             return self.coordinator.no_hit
         memo = request.hit_memo
         if memo is not None and memo[:2] == (self.pool.generation, request.num_tokens):
             assert isinstance(memo[2], PrefixHit)
             return memo[2]
+        assert self.hasher is not None
         self.hasher.extend(request.block_keys, request.token_ids, request.first_block_extra)
         # The last token is always computed: its output is what the next token is sampled from.
         hit = self.coordinator.find_longest_cache_hit(request.block_keys, request.num_tokens - 1)
@@ -130,7 +131,7 @@ class KVCacheManager:
 
     def could_ever_hold(self, num_tokens: int) -> Verdict:
         """Say whether an empty pool could hold a request of `num_tokens` tokens."""
-        needed = self.coordinator.max_blocks_per_request(num_tokens, self.max_tokens_in_flight)
+        needed = self._most_blocks(num_tokens)
         usable = self.pool.num_usable_blocks
         if needed <= usable:
             return _FITS
@@ -187,9 +188,9 @@ class KVCacheManager:
 
     def num_blocks_behind(self, request: Request, prompt: Request | None) -> int:
         """Return the most blocks that a waiting request takes behind those that it shares with a prompt under way."""
-        most = self.coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight)
         num_shared = 0 if prompt is None else self._num_shared_blocks(request, prompt)
-        return min(self.coordinator.num_blocks_needed(request.num_tokens) - num_shared, most)
+        missing = self.coordinator.num_blocks_needed(request.num_tokens) - num_shared
+        return min(missing, self._most_blocks(request.num_tokens))
 
     def _num_shared_blocks(self, request: Request, prompt: Request) -> int:
         assert self.hasher is not None
@@ -207,8 +208,7 @@ class KVCacheManager:
         coordinator, num_tokens = self.coordinator, request.num_tokens
         missing = coordinator.get_num_blocks_to_allocate(request.row, num_tokens, coordinator.no_hit)
         # Where blocks are recycled, it takes fewer: it never holds more than the most at a time.
-        most = coordinator.max_blocks_per_request(num_tokens, self.max_tokens_in_flight)
-        return max(min(missing, most - self.num_blocks_held(request)), 0)
+        return max(min(missing, self._most_blocks(num_tokens) - self.num_blocks_held(request)), 0)
 
     def num_victims_to_admit(
         self, request: Request, hit: PrefixHit, victims: Sequence[Request], num_reserved_blocks: Sequence[int]
@@ -225,11 +225,11 @@ class KVCacheManager:
             None where all of them together are not enough.
         """
         coordinator = self.coordinator
-        most = coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight)
+        most = self._most_blocks(request.num_tokens)
         needed = coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
         hit_ids = hit.block_ids()
         num_free = self.pool.num_free_blocks
-        num_at_best = num_free + coordinator.num_blocks_held(victim.row for victim in victims)
+        num_at_best = num_free + coordinator.num_table_entries(victim.row for victim in victims)
         if min(needed, most) + min(num_reserved_blocks) > num_at_best:
             # Not even if they shared none of their blocks.
             return None
@@ -253,10 +253,12 @@ class KVCacheManager:
 
     def _num_blocks_to_admit(self, request: Request, hit: PrefixHit) -> int:
         # Where blocks are recycled, all of the request's entries are more than it ever holds at a time.
-        return min(
-            self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit),
-            self.coordinator.max_blocks_per_request(request.num_tokens, self.max_tokens_in_flight),
-        )
+        missing = self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
+        return min(missing, self._most_blocks(request.num_tokens))
+
+    def _most_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of so many tokens holds at a time."""
+        return self.coordinator.max_blocks_per_request(num_tokens, self.max_tokens_in_flight)
 
     def quiet_until(self, num_tokens: int) -> int:
         """Return up to how many computed tokens nothing changes about a row's blocks that has `num_tokens` now.

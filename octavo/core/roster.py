@@ -17,7 +17,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.outputs import EngineOutput, FinishReason, TokenLogprobs
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_table import RequestTable
-from octavo.core.scheduled import Entries, row_sampling
+from octavo.core.scheduled import Entries
 from octavo.core.stats import Counters
 from octavo.core.step_builder import StepBuilder
 from octavo.core.step_plan import Int32Array, StepPlan
@@ -89,15 +89,16 @@ class Roster:
             return 0
         return self.kv_cache_manager.num_blocks_owed(request)
 
-    def prompts_under_way(self, num_tokens_behind: Int32Array | None = None) -> list[Request]:
+    def prompts_under_way(self, num_tokens_behind: Int32Array) -> list[Request]:
         """Return the running requests that are more than one token behind, the most urgent first.
 
         Args:
-            num_tokens_behind: What the method of that name returns, where that is known already.
+            num_tokens_behind: What the method of that name returns.
         """
-        num_behind = self.num_tokens_behind() if num_tokens_behind is None else num_tokens_behind
         requests = self.entries().requests
-        return sorted([requests[entry] for entry in np.flatnonzero(num_behind > 1).tolist()], key=self.line.urgency)
+        return sorted(
+            [requests[entry] for entry in np.flatnonzero(num_tokens_behind > 1).tolist()], key=self.line.urgency
+        )
 
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of a running request are computed, or planned to be."""
@@ -135,7 +136,6 @@ class Roster:
         self.running.append(request)
         self._all_running = None
         step.admitted.append(request)
-        step.new_rows.append(row_sampling(request))
 
     def _count_admission(self, request: Request, hit: PrefixHit) -> None:
         counters = self.counters

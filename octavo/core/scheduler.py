@@ -27,7 +27,7 @@ from octavo.core.outputs import EngineOutput
 from octavo.core.request import NO_ROW, Request, RequestStatus
 from octavo.core.roster import Roster
 from octavo.core.running_pass import RunningPass
-from octavo.core.scheduled import Entries, make_plan
+from octavo.core.scheduled import Entries, make_plan, row_sampling
 from octavo.core.stats import EngineStats
 from octavo.core.step_builder import StepBuilder
 from octavo.core.step_plan import StepPlan, StepResult
@@ -169,7 +169,9 @@ class Scheduler:
             # An empty pool refuses nobody that was admissible, so a part does not keep its contract.
             self._watchdog.end_the_stuck()
         managers = self.kv_cache_manager.coordinator.managers
-        entries, plan = make_plan(step.scheduled(), roster.table, managers, step.new_rows)
+        # One that was admitted may have been preempted since.
+        new_rows = [row_sampling(request) for request in step.admitted if request.row != NO_ROW]
+        entries, plan = make_plan(step.scheduled(), roster.table, managers, new_rows)
         self._under_way.append(_StepUnderWay(plan, entries, tuple(step.admitted), roster.num_departures))
         return plan
 

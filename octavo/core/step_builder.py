@@ -6,7 +6,6 @@ import numpy as np
 
 from octavo.core.request import Request
 from octavo.core.scheduled import Entries, Scheduled
-from octavo.core.step_plan import RowSampling
 
 
 class StepBuilder:
@@ -18,14 +17,12 @@ class StepBuilder:
     Attributes:
         rest: What is left of the budget.
         admitted: Requests that were admitted in this step; one may have no tokens in it yet.
-        new_rows: How they sample.
         preempted: Requests that lost their blocks in this step.
     """
 
     def __init__(self, budget: int) -> None:
         self.rest = budget
         self.admitted: list[Request] = []
-        self.new_rows: list[RowSampling] = []
         self.preempted: list[Request] = []
         # Those that were planned together come first, as columns; they are taken apart only if one of them is given up.
         self._together = Scheduled(Entries(()), np.zeros(0, np.int32))
