@@ -50,17 +50,11 @@ def serve_transformers(pipe: Connection, prompt: list[int], num_new_tokens: int)
 
 def serve_reads(pipe: Connection, prompt: list[int], num_new_tokens: int) -> None:
     """Answer each message with the bytes a second that all cores together read from memory."""
-    import torch
+    from octavo.benchmark.limits import read_bytes_per_s
 
-    numbers = torch.ones(256 << 20, dtype=torch.float32)
     pipe.send(0.0)
     while pipe.recv():
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            numbers.sum()
-            seconds.append(time.perf_counter() - start)
-        pipe.send(numbers.numel() * 4 / min(seconds))
+        pipe.send(read_bytes_per_s())
 
 
 class Worker:

@@ -55,20 +55,26 @@ def measure_limits(
     """
     import torch
 
-    # Consecutive numbers, so that no two pages are alike and nothing can keep them as one.
-    numbers = torch.arange(num_read_bytes // 8, dtype=torch.int64, device=device)
-    read_seconds = _least_seconds(numbers.sum, device)
-    del numbers
+    bytes_per_s = read_bytes_per_s(device, num_read_bytes)
     shape = (num_matrix_rows, num_matrix_rows)
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.rand(shape, device=device, generator=generator).to(getattr(torch, dtype)) for _ in range(2))
     product_seconds = _least_seconds(lambda: left @ right, device)
     return MachineLimits(
-        read_bytes_per_s=num_read_bytes / read_seconds,
+        read_bytes_per_s=bytes_per_s,
         matmul_flop_per_s=2 * num_matrix_rows**3 / product_seconds,
         dtype=dtype,
         num_threads=torch.get_num_threads(),
     )
+
+
+def read_bytes_per_s(device: str = "cpu", num_read_bytes: int = READ_BYTES) -> float:
+    """Return the bytes a second that all cores together read from the device's memory; see `measure_limits`."""
+    import torch
+
+    # Consecutive numbers, so that no two pages are alike and nothing can keep them as one.
+    numbers = torch.arange(num_read_bytes // 8, dtype=torch.int64, device=device)
+    return num_read_bytes / _least_seconds(numbers.sum, device)
 
 
 def weight_bytes_per_token(model: object, vocab_size: int) -> int:
