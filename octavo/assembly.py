@@ -14,11 +14,13 @@ from octavo.core.interfaces import AttentionBackend, HashFunction, Model, ModelS
 from octavo.core.kv_cache_config import (
     SHORTEST_REQUEST,
     KVCacheConfig,
-    KVCacheGroup,
     RequestCost,
+    describe_groups,
     format_bytes,
     num_blocks_from_memory,
+    padding_warning,
 )
+from octavo.core.kv_cache_coordinator import hash_unit_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_hash import PrefixHasher, check_hash_function, hash_root, hash_seed_from_environment
 from octavo.core.prefix_verifier import PrefixVerifier, VerifiableRunner, VerifyingKVCacheManager, tolerance
@@ -27,7 +29,7 @@ from octavo.errors import CheckpointError, ConfigError, NotEnoughMemoryError
 from octavo.plugins.hooks import Observers
 from octavo.plugins.hookspecs import EngineStarted
 from octavo.plugins.registry import scan
-from octavo.selection.managers import request_cost
+from octavo.selection.managers import check_reach, request_cost
 from octavo.selection.report import ModelNeeds, Selection
 from octavo.selection.select import select
 
@@ -87,27 +89,30 @@ def build_engine(config: EngineConfig) -> Assembly:
     _check_size(kv_cache_config, device)
     max_model_len = _max_model_len(config, spec, cost, kv_cache_config.num_blocks)
     logger.info(
-        "model %s on %s in %s; KV cache of %d blocks of %d tokens, %s; requests of up to %d tokens",
+        "model %s on %s in %s; KV cache of %d blocks of %s tokens, %s; requests of up to %d tokens",
         config.model or "demo",
         device,
         needs.dtype,
         kv_cache_config.num_blocks,
-        config.cache.block_size,
+        " or ".join(map(str, sorted({group.spec.block_size for group in groups}))),
         format_bytes(kv_cache_config.total_bytes),
         max_model_len,
     )
+    _report_groups(cost, max_model_len)
 
     pool = BlockPool(kv_cache_config.num_blocks, enable_caching=config.cache.enable_prefix_caching)
     managers = [
         part.create(group.spec, pool, group_id, config.scheduler.max_num_seqs)
         for group_id, (part, group) in enumerate(zip(manager_parts, groups, strict=True))
     ]
+    for part, manager, group in zip(manager_parts, managers, groups, strict=True):
+        check_reach(part, manager, needs.attention_specs(group), max_model_len)
     runner = ModelRunner(model, backends, kv_cache_config, device)
     make_kv_cache_manager = VerifyingKVCacheManager if config.cache.verify_prefix_cache else KVCacheManager
     kv_cache_manager = make_kv_cache_manager(
         pool,
         managers,
-        _hasher(config, hash_function, groups),
+        _hasher(config, hash_function, hash_unit_of(managers)),
         max_tokens_in_flight=config.scheduler.max_num_batched_tokens,
         reuses_blocks_within_a_step=all(backend.writes_before_reads for backend in backends),
     )
@@ -188,12 +193,12 @@ def _model(needs: ModelNeeds) -> Model:
     return model
 
 
-def _hasher(config: EngineConfig, hash_function: HashFunction, groups: Sequence[KVCacheGroup]) -> PrefixHasher | None:
+def _hasher(config: EngineConfig, hash_function: HashFunction, hash_unit: int) -> PrefixHasher | None:
     if not config.cache.enable_prefix_caching:
         return None
     seed = hash_seed_from_environment() if config.cache.hash_seed is None else config.cache.hash_seed
     make_hasher = ContentHasher if config.cache.verify_prefix_cache else PrefixHasher
-    return make_hasher(hash_function, groups[0].spec.block_size, hash_root(hash_function, seed))
+    return make_hasher(hash_function, hash_unit, hash_root(hash_function, seed))
 
 
 def _prefix_verifier(
@@ -219,6 +224,14 @@ def _tokenizer(needs: ModelNeeds) -> Tokenizer | None:
     except CheckpointError as cause:
         logger.warning("serving token ids only: %s", cause)
         return None
+
+
+def _report_groups(cost: RequestCost, max_model_len: int) -> None:
+    if len(cost.groups) > 1:
+        logger.info("one pool for %s", describe_groups(cost.groups))
+    warning = padding_warning(cost, max_model_len)
+    if warning is not None:
+        logger.warning("%s", warning)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------
@@ -270,9 +283,10 @@ def _available_bytes(
     num_tokens, num_rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
     def profiling_forward() -> None:
-        num_blocks = memory.num_profiling_blocks(num_tokens, num_rows, config.cache.block_size)
+        block_sizes = [group.spec.block_size for group in cost.groups]
+        num_blocks = memory.num_profiling_blocks(num_tokens, num_rows, block_sizes)
         runner = ModelRunner(model, backends, KVCacheConfig(num_blocks, cost.groups), device)
-        runner.run(memory.profiling_plan(num_tokens, num_rows, config.cache.block_size))
+        runner.run(memory.profiling_plan(num_tokens, num_rows, block_sizes))
 
     return memory.accelerator_kv_cache_bytes(
         memory.CudaMemory(device), config.cache.gpu_memory_utilization, profiling_forward

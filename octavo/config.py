@@ -139,6 +139,9 @@ class CacheConfig(_Section):
     """Element type of stored keys and values; "auto" is the model's."""
     enable_prefix_caching: bool = True
     """Whether requests reuse the blocks of equal prompt beginnings."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Whether layers that read a window or a chunk keep all tokens, as full attention does. Otherwise they give back
+    what no later token reads, and all kinds of layers share one pool."""
     verify_prefix_cache: bool = False
     """Whether each prefix that is found is computed anew and compared, to find faults. It takes more time than no
     prefix cache."""

@@ -25,6 +25,7 @@ from octavo.plugins.registry import Plugin, Registry
 from octavo.selection.backends import survey_backends
 from octavo.selection.report import describe_layers
 from octavo.selection.select import model_needs, select
+from octavo.testing import tiny_models
 
 OWN = f"octavo {octavo.__version__}"
 SUBJECT = "The attention backend theirs (their_module:Backend, from their-package 1.0)"
@@ -254,6 +255,75 @@ def test_layers_that_keep_what_a_package_invented_get_its_manager_by_the_name_of
     (output,) = llm.generate("one", GREEDY, use_tqdm=False)
     assert output.outputs == expected.outputs
     assert importlib.import_module("their_module").Manager.adopted > 0
+
+
+def test_layers_of_a_kind_that_nobody_has_a_manager_for_are_named_with_all_managers_there_are(site, tiny_folder):
+    install(site, "their-package", "[octavo.models]\ntheirs = their_module:Theirs\n", their_module=KIND)
+    assert refusal(PluginNotFound, tiny_folder, model_impl="theirs") == (
+        "The model's layers keep OwnSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype='float32'), and a manager "
+        "for that is called as its kind. No KV-cache manager is called 'their_kind'. Installed: chunked_local, "
+        "full_attention, mla, sliding_window. Install a package that registers one, or name one that serves such "
+        "layers in kv_managers."
+    )
+    lines = report(tiny_folder, model_impl="theirs", kv_managers={"their_kind": "full_attention"})
+    assert lines[2] == f"KV-cache manager of their_kind (layers 0-1): full_attention ({OWN}), by argument"
+
+
+def test_groups_that_differ_in_their_layers_only_are_one_entry(tmp_path):
+    lines = report(tiny_models.tiny_gemma3(tmp_path))
+    assert [line.partition(":")[0] for line in lines if "(layer" in line] == [
+        "attention backend of sliding_window (layers 0-4, 6)",
+        "KV-cache manager of sliding_window (layers 0-4, 6)",
+        "attention backend of full_attention (layer 5)",
+        "KV-cache manager of full_attention (layer 5)",
+    ]
+
+
+FORGETFUL = """
+from octavo.kv_managers.full_attention import FullAttentionManager
+
+class Manager(FullAttentionManager):
+    contract_version = 1
+    shorter_prefixes_hold = False
+    def skipped_blocks(self, num_computed_tokens): return range(max(num_computed_tokens - 64, 0) // self.block_size)
+"""
+
+
+def test_a_manager_that_gives_back_what_the_attention_still_reads_is_refused(site, tiny_folder):
+    install(site, "their-package", "[octavo.kv_managers]\nforgetful = their_module:Manager\n", their_module=FORGETFUL)
+    config = config_for(tiny_folder, kv_managers={"full_attention": "forgetful"})
+    with pytest.raises(PluginContractError) as caught:
+        build_engine(config)
+    assert str(caught.value) == (
+        "The KV-cache manager forgetful (their_module:Manager, from their-package 1.0), which serves "
+        "FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype='float32'), gives back the blocks 0 to 2 "
+        "of 16 tokens once 112 tokens are computed, and the model's attention (window=None, chunk=None, keep_first=0) "
+        "reads from position 0 on. The model's attention specs and KV-cache specs have to say the same, or another "
+        "manager has to be named in kv_managers."
+    )
+
+
+WIDER = """
+from dataclasses import replace
+
+from octavo.models.llama import LlamaModel
+
+class Model(LlamaModel):
+    contract_version = 1
+    @classmethod
+    def spec_from_config(cls, config, **settings):
+        spec = super().spec_from_config(config, **settings)
+        wider = tuple(replace(attention, window=attention.window + 1) for attention in spec.attention_specs)
+        return replace(spec, attention_specs=wider)
+"""
+
+
+def test_a_model_that_reads_one_token_more_than_it_keeps_is_refused(site, tmp_path):
+    install(site, "their-package", "[octavo.models]\nwider = their_module:Model\n", their_module=WIDER)
+    folder = tiny_models.tiny_mistral(tmp_path / "mistral", sliding_window=17)
+    config = config_for(folder, model_impl="wider")
+    with pytest.raises(PluginContractError, match=r"attention \(window=18, chunk=None, keep_first=0\) reads from"):
+        build_engine(config)
 
 
 def test_a_manager_that_serves_other_layers_is_refused(site, tiny_folder):

@@ -43,8 +43,8 @@ class _PromptsUnderWay:
 
     def computing_for(self, request: Request) -> Request | None:
         """Return who is about to compute the block that a waiting request needs next; None where nobody is."""
-        for index, key, prompt in self._next_blocks:
-            if self._roster.kv_cache_manager.needs_block(request, index, key):
+        for num_tokens, key, prompt in self._next_blocks:
+            if self._roster.kv_cache_manager.needs_block(request, num_tokens, key):
                 return prompt
         return None
 
@@ -158,6 +158,7 @@ class Admission:
                 # Both would compute it, each for itself.
                 roster.counters.waits_for_step += 1
                 self._wait(request, Verdict(Fit.WAIT_STEP, f"its prefix is being computed by {prompt.request_id!r}"))
+                self._kv_cache_manager.keep_shared_prefix(prompt, request)
                 num_owed += self._kv_cache_manager.num_blocks_behind(request, prompt)
                 num_passed += 1
                 continue

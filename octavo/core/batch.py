@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import AttentionBackend, AttentionBatch
+from octavo.core.interfaces import AttentionBackend, AttentionBatch, LatentProjection
+from octavo.core.latent_attention import (
+    LatentDims,
+    LatentRows,
+    attend_expanded,
+    divide_rows,
+    offers_expansion,
+    rows_to_expand,
+)
 from octavo.core.step_plan import Int32Array, StepPlan
 
 
@@ -53,52 +63,109 @@ class StepBatch:
         self.sample_rows = _to_device((query_starts[1:] - 1)[plan.samples].astype(np.int64), device)
 
         groups = {layer.group_id: layer.block_size for layer in layers}
-        batches = {
+        self._batches = {
             group_id: _attention_batch(
                 plan, plan.block_tables[group_id], block_size, query_starts, entry_of_token, positions, device
             )
             for group_id, block_size in groups.items()
         }
-        self._slots = {group_id: batch.slots for group_id, batch in batches.items()}
-        # Layers that share a backend and a group share a plan.
+        # Layers that share a backend and a group share a plan. MLA layers plan when they are first run: only their
+        # projections say which rows take which way.
         self._plans: dict[tuple[int, int], Any] = {}
+        self._latent_plans: dict[tuple[int, int, LatentDims], _LatentPlan] = {}
         for layer in layers:
-            key = (id(layer.backend), layer.group_id)
-            if key not in self._plans:
-                try:
-                    self._plans[key] = layer.backend.plan(batches[layer.group_id])
-                except Exception as error:
-                    error.add_note(f"in the attention backend {_name(layer.backend)}, planning")
-                    raise
+            if not layer.backend.spec.value_is_key_prefix:
+                self._plan_of(layer)
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, *, sinks: Tensor | None = None
     ) -> Tensor:
         """See `ForwardBatch.attention`."""
+        plan = self._plan_of(self._layers[layer])
+        self._write(layer, key, value)
+        return self._attend(layer, query, plan, sinks)
+
+    def latent_attention(self, layer: int, query: Tensor, latents: Tensor, projection: LatentProjection) -> Tensor:
+        """See `ForwardBatch.latent_attention`."""
+        plan = self._latent_plan_of(self._layers[layer], projection)
+        self._write(layer, latents[:, None], None)
+        if not plan.rows.expanded:
+            return projection.project(self._attend(layer, projection.absorb(query), plan.of_absorbed))
+        output = query.new_empty(*query.shape[:2], projection.value_dim)
+        if (tokens := plan.rows.absorbed_tokens) is not None:
+            attended = self._attend(layer, projection.absorb(query[tokens]), plan.of_absorbed)
+            output[tokens] = projection.project(attended)
+        scale = self._layers[layer].backend.spec.scale
+        for row in plan.rows.expanded:
+            output[row.tokens] = attend_expanded(query[row.tokens], self._gather(layer, row.slots), projection, scale)
+        return output
+
+    def _write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
+        """Store all rows' tokens before any row reads: it may use blocks that another one fills in this very step."""
         cache = self._layers[layer]
-        plan = self._plans[id(cache.backend), cache.group_id]
-        try:
-            # All rows write before any row reads: a row may use blocks that another one fills in this very step.
-            cache.backend.write(key, value, cache.kv_cache, self._slots[cache.group_id])
+        with _noting(cache.backend, f"layer {layer}"):
+            cache.backend.write(key, value, cache.kv_cache, self._batches[cache.group_id].slots)
+
+    def _attend(self, layer: int, query: Tensor, plan: Any, sinks: Tensor | None = None) -> Tensor:
+        cache = self._layers[layer]
+        with _noting(cache.backend, f"layer {layer}"):
             output = cache.backend.attend(query, cache.kv_cache, plan, sinks=sinks)
-            checked = _checked(output, query, cache.backend.spec.head_dim_v)
-        except Exception as error:
-            error.add_note(f"in the attention backend {_name(cache.backend)}, layer {layer}")
-            raise
-        return checked
+            return _checked("attend", output, (*query.shape[:2], cache.backend.spec.head_dim_v), query.dtype)
+
+    def _gather(self, layer: int, slots: Tensor) -> Tensor:
+        cache = self._layers[layer]
+        spec = cache.backend.spec
+        with _noting(cache.backend, f"layer {layer}"):
+            keys = cache.backend.gather(cache.kv_cache, slots)
+            return _checked("gather", keys, (len(slots), spec.head_dim), getattr(torch, spec.dtype))
+
+    def _plan_of(self, layer: LayerCache) -> Any:
+        key = (id(layer.backend), layer.group_id)
+        if key not in self._plans:
+            self._plans[key] = _plan(layer.backend, self._batches[layer.group_id])
+        return self._plans[key]
+
+    def _latent_plan_of(self, layer: LayerCache, projection: LatentProjection) -> _LatentPlan:
+        dims = LatentDims.of(layer.backend.spec, projection)
+        key = (id(layer.backend), layer.group_id, dims)
+        if key not in self._latent_plans:
+            batch = self._batches[layer.group_id]
+            expanded = rows_to_expand(dims, batch) if offers_expansion(layer.backend) else np.empty(0, np.intp)
+            rows = divide_rows(batch, expanded, layer.block_size)
+            of_absorbed = None if rows.absorbed is None else _plan(layer.backend, rows.absorbed)
+            self._latent_plans[key] = _LatentPlan(rows, of_absorbed)
+        return self._latent_plans[key]
 
 
-def _name(backend: AttentionBackend) -> str:
-    return f"{type(backend).__module__}.{type(backend).__qualname__}"
+@dataclass(frozen=True)
+class _LatentPlan:
+    """Which rows take which way through MLA layers, and the backend's plan of those that it attends for."""
+
+    rows: LatentRows
+    of_absorbed: Any
 
 
-def _checked(output: Any, query: Tensor, head_dim_v: int) -> Tensor:
-    """Return what `attend` returned; raise when that is something else than a row for each query."""
-    wanted = (*query.shape[:2], head_dim_v)
-    if not isinstance(output, Tensor) or output.shape != wanted or output.dtype != query.dtype:
-        got = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise TypeError(f"attend returned {got}; it must return {query.dtype} {wanted}")
-    return output
+def _plan(backend: AttentionBackend, batch: AttentionBatch) -> Any:
+    with _noting(backend, "planning"):
+        return backend.plan(batch)
+
+
+@contextmanager
+def _noting(backend: AttentionBackend, what: str) -> Iterator[None]:
+    """Note on an exception which backend it came from, and what that was doing."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the attention backend {type(backend).__module__}.{type(backend).__qualname__}, {what}")
+        raise
+
+
+def _checked(method: str, result: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return what a backend's method returned; raise when that is something else than was promised."""
+    if not isinstance(result, Tensor) or result.shape != shape or result.dtype != dtype:
+        got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise TypeError(f"{method} returned {got}; it must return {dtype} {shape}")
+    return result
 
 
 def _attention_batch(

@@ -1,9 +1,10 @@
 """The block pool: which blocks are free, in which order they are reused, and which content can be found where.
 
-    free queue   head ─► next to be handed out ... last to be evicted ◄─ tail
-                 blocks without a key go to the head, blocks with one to the tail
+    free queue   head ─► next to be handed out ........................ last to be evicted ◄─ tail
+                 without a key │ never used │ with one, unlikely to be found │ with one, likely to be
 
-A block with a key stays findable while it is free, until it is handed out again.
+A block with a key stays findable while it is free, until it is handed out again. Blocks without a key go to the head of
+the queue, others to the end of their part of it.
 """
 
 from collections import defaultdict
@@ -32,16 +33,20 @@ class BlockPool:
         self.generation = 0
         self.num_evictions = 0
         self._ref_counts = [0] * num_blocks
-        # A doubly linked list over block ids. The null block is never free, so its place is the list's anchor:
-        # next[0] is the head and previous[0] the tail.
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._previous = [num_blocks - 1, NULL_BLOCK, *self._next[:-2]]
+        # Two doubly linked rings over block ids. The null block is never free, so its place is the anchor of the first:
+        # next[0] is its head and previous[0] its tail. The second, of blocks that are likely to be found, has an anchor
+        # that is no block.
+        self._likely = num_blocks
+        self._next = [*range(1, num_blocks), NULL_BLOCK, self._likely]
+        self._previous = [num_blocks - 1, NULL_BLOCK, *range(1, num_blocks - 1), self._likely]
         self._key_of: list[tuple[int, bytes] | None] = [None] * num_blocks
         # A dict for each group: bytes remember their hash, and a tuple of group and key is hashed at each look-up.
         self._block_of: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
         # Further blocks with the content of `_block_of[group][key]`, oldest first. Rare: two requests computed the
         # same block at the same time, or a prompt of full blocks computed its last one again.
         self._twins: dict[tuple[int, bytes], list[int]] = {}
+        # Blocks with a key that go to the first ring when they become free.
+        self._unlikely: set[int] = set()
 
     @property
     def num_usable_blocks(self) -> int:
@@ -73,12 +78,7 @@ class BlockPool:
 
     def free_queue(self) -> list[int]:
         """Return the free blocks in the order in which they would be handed out. For tests and dumps."""
-        queue = []
-        block_id = self._next[NULL_BLOCK]
-        while block_id != NULL_BLOCK:
-            queue.append(block_id)
-            block_id = self._next[block_id]
-        return queue
+        return self._ring(NULL_BLOCK) + self._ring(self._likely)
 
     def cached_blocks(self) -> dict[tuple[int, bytes], list[int]]:
         """Return all blocks that can be found, by (group, key). For tests and dumps."""
@@ -96,23 +96,20 @@ class BlockPool:
         """
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks were asked for and {self.num_free_blocks} are free")
-        following, key_of, ref_counts = self._next, self._key_of, self._ref_counts
-        block_ids = []
-        block_id = following[NULL_BLOCK]
-        for _ in range(count):
-            block_ids.append(block_id)
-            if key_of[block_id] is not None:
-                self._forget(block_id)
-                self.num_evictions += 1
-            ref_counts[block_id] = 1
-            block_id = following[block_id]
-        following[NULL_BLOCK] = block_id
-        self._previous[block_id] = NULL_BLOCK
+        block_ids = self._take(NULL_BLOCK, count)
+        if len(block_ids) < count:
+            block_ids += self._take(self._likely, count - len(block_ids))
         self.num_free_blocks -= count
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each block, taking it out of the free queue where it stands there."""
+        """Add a reference to each block, taking it out of the free queue where it stands there.
+
+        What is found once is likely to be found again.
+        """
+        block_ids = list(block_ids)
+        if self._unlikely:
+            self._unlikely.difference_update(block_ids)
         following, previous, ref_counts = self._next, self._previous, self._ref_counts
         num_taken = 0
         for block_id in block_ids:
@@ -141,14 +138,19 @@ class BlockPool:
         self._refuse_double_free(block_ids)
         ref_counts, key_of = self._ref_counts, self._key_of
         keyless: list[int] = []
-        keyed: list[int] = []
+        unlikely: list[int] = []
+        likely: list[int] = []
         for block_id in block_ids:
             ref_counts[block_id] -= 1
             if ref_counts[block_id] == 0:
-                (keyless if key_of[block_id] is None else keyed).append(block_id)
+                if key_of[block_id] is None:
+                    keyless.append(block_id)
+                else:
+                    (unlikely if block_id in self._unlikely else likely).append(block_id)
         self._link(keyless, after=NULL_BLOCK)
-        self._link(keyed, after=self._previous[NULL_BLOCK])
-        self.num_free_blocks += len(keyless) + len(keyed)
+        self._link(unlikely, after=self._previous[NULL_BLOCK])
+        self._link(likely, after=self._previous[self._likely])
+        self.num_free_blocks += len(keyless) + len(unlikely) + len(likely)
 
     def get_cached_block(self, key: bytes, group_id: int) -> int | None:
         """Return the block that was first registered under the key in this group, or None."""
@@ -187,6 +189,10 @@ class BlockPool:
             if self._key_of[block_id] is not None:
                 self._forget(block_id)
 
+    def expect_no_hit(self, block_ids: Iterable[int]) -> None:
+        """Say of held blocks that they are unlikely to be found: once free, they are evicted before those that are."""
+        self._unlikely.update(block_id for block_id in block_ids if self._key_of[block_id] is not None)
+
     def key_of(self, block_id: int) -> tuple[int, bytes] | None:
         """Return the group and the key by which the block can be found; None where it cannot."""
         return self._key_of[block_id]
@@ -215,6 +221,11 @@ class BlockPool:
         self._key_of = [None] * self.num_blocks
         self._block_of.clear()
         self._twins.clear()
+        self._unlikely.clear()
+        # Nothing is likely to be found any more. The order stays.
+        likely = self._ring(self._likely)
+        self._next[self._likely] = self._previous[self._likely] = self._likely
+        self._link(likely, after=self._previous[NULL_BLOCK])
         self.generation += 1
         return True
 
@@ -222,6 +233,7 @@ class BlockPool:
         grouped_key = self._key_of[block_id]
         assert grouped_key is not None
         self._key_of[block_id] = None
+        self._unlikely.discard(block_id)
         self.generation += 1
         group_id, key = grouped_key
         block_of = self._block_of[group_id]
@@ -236,6 +248,31 @@ class BlockPool:
         if not twins:
             del self._twins[grouped_key]
 
+    def _ring(self, anchor: int) -> list[int]:
+        """Return the blocks of a ring, from its head on."""
+        block_ids = []
+        block_id = self._next[anchor]
+        while block_id != anchor:
+            block_ids.append(block_id)
+            block_id = self._next[block_id]
+        return block_ids
+
+    def _take(self, anchor: int, count: int) -> list[int]:
+        """Take up to `count` blocks from the head of a ring, dropping the keys they had."""
+        following, key_of, ref_counts = self._next, self._key_of, self._ref_counts
+        block_ids: list[int] = []
+        block_id = following[anchor]
+        while block_id != anchor and len(block_ids) < count:
+            block_ids.append(block_id)
+            if key_of[block_id] is not None:
+                self._forget(block_id)
+                self.num_evictions += 1
+            ref_counts[block_id] = 1
+            block_id = following[block_id]
+        following[anchor] = block_id
+        self._previous[block_id] = anchor
+        return block_ids
+
     def _unlink(self, block_id: int) -> None:
         """Take a block out of the free queue."""
         before, after = self._previous[block_id], self._next[block_id]
@@ -243,7 +280,7 @@ class BlockPool:
         self._previous[after] = before
 
     def _link(self, block_ids: Sequence[int], *, after: int) -> None:
-        """Put blocks into the free queue, in order, behind block `after`."""
+        """Put blocks into the free queue, in order, behind block `after`, or at the head of the ring of that anchor."""
         following, previous = self._next, self._previous
         end = following[after]
         for block_id in block_ids:

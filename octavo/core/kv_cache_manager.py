@@ -11,11 +11,11 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK, SingleTypeKVCacheManager
+from octavo.core.interfaces.kv_cache_manager import SingleTypeKVCacheManager
 from octavo.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit, make_coordinator
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.request import NO_ROW, Request
@@ -89,6 +89,7 @@ class KVCacheManager:
             blocks are recycled.
         reuses_blocks_within_a_step: Whether a request may read blocks that another one fills in the same step, which
             holds where each layer writes for all rows before it reads for any.
+        drafter_groups: Groups of a drafter that reads one position ahead; see `KVCacheCoordinator`.
     """
 
     def __init__(
@@ -99,11 +100,15 @@ class KVCacheManager:
         *,
         max_tokens_in_flight: int = 1 << 30,
         reuses_blocks_within_a_step: bool = True,
+        drafter_groups: Collection[int] = (),
     ) -> None:
         self.pool = pool
         self.max_tokens_in_flight = max_tokens_in_flight
         self.hasher = hasher
-        self.coordinator: KVCacheCoordinator = make_coordinator(managers, enable_prefix_caching=hasher is not None)
+        hash_unit = None if hasher is None else hasher.block_size
+        self.coordinator: KVCacheCoordinator = make_coordinator(managers, hash_unit, drafter_groups)
+        # By one of these, where there is one, it is told what is cached: its blocks stay for as long as a request does.
+        self._lasting = next((m for m in managers if m.shorter_prefixes_hold), managers[0])
         self.reuses_blocks_within_a_step = reuses_blocks_within_a_step
         # Of each step that is under way, oldest first; the last one is being planned.
         self._provisional: deque[_ProvisionalKeys] = deque()
@@ -131,7 +136,7 @@ class KVCacheManager:
 
     def could_ever_hold(self, num_tokens: int) -> Verdict:
         """Say whether an empty pool could hold a request of `num_tokens` tokens."""
-        needed = self._most_blocks(num_tokens)
+        needed = sum(self._most_blocks(num_tokens))
         usable = self.pool.num_usable_blocks
         if needed <= usable:
             return _FITS
@@ -158,7 +163,7 @@ class KVCacheManager:
         return self._wait_for_memory(needed, num_reserved_blocks)
 
     def next_block(self, prompt: Request, num_computed_tokens: int) -> tuple[int, bytes] | None:
-        """Return which full block of its known tokens a running request fills next, and its key; None for none.
+        """Return how long the next possible hit on a running request's known tokens is, and its key; None for none.
 
         Args:
             prompt: The request.
@@ -166,38 +171,48 @@ class KVCacheManager:
         """
         if self.hasher is None:
             return None
-        index = num_computed_tokens // self.hasher.block_size
-        return (index, prompt.block_keys[index]) if index < len(prompt.block_keys) else None
+        alignment = self.coordinator.alignment
+        num_tokens = num_computed_tokens - num_computed_tokens % alignment + alignment
+        index = num_tokens // self.hasher.block_size - 1
+        return (num_tokens, prompt.block_keys[index]) if index < len(prompt.block_keys) else None
 
-    def needs_block(self, request: Request, index: int, key: bytes) -> bool:
-        """Say whether a waiting request begins with a block that is not cached, and with all before it.
+    def needs_block(self, request: Request, num_tokens: int, key: bytes) -> bool:
+        """Say whether a waiting request begins with tokens that are not cached and could be a hit.
 
         Args:
             request: The request.
-            index: The block's place.
-            key: What it stands for, with all before it.
+            num_tokens: How many tokens.
+            key: What they are.
         """
         if not self.reads_prefixes_of(request) or not self.could_ever_hold(request.num_tokens):
             return False
         assert self.hasher is not None
-        # A hit leaves a token to compute, so the last block may be none that could be found.
-        if index >= (request.num_tokens - 1) // self.hasher.block_size:
+        # A hit leaves a token to compute, so that all tokens are none that could be found.
+        if num_tokens >= request.num_tokens:
             return False
         self.hasher.extend(request.block_keys, request.token_ids, request.first_block_extra)
-        return request.block_keys[index] == key and self.pool.get_cached_block(key, 0) is None
+        index = num_tokens // self.hasher.block_size - 1
+        is_cached = self.pool.get_cached_block(key, self._lasting.group_id) is not None
+        return request.block_keys[index] == key and not is_cached
 
     def num_blocks_behind(self, request: Request, prompt: Request | None) -> int:
         """Return the most blocks that a waiting request takes behind those that it shares with a prompt under way."""
-        num_shared = 0 if prompt is None else self._num_shared_blocks(request, prompt)
-        missing = self.coordinator.num_blocks_needed(request.num_tokens) - num_shared
-        return min(missing, self._most_blocks(request.num_tokens))
+        num_shared = 0 if prompt is None else self._num_shared_tokens(request, prompt)
+        return sum(
+            min(manager.num_blocks_needed(request.num_tokens) - num_shared // manager.block_size, most)
+            for manager, most in zip(self.coordinator.managers, self._most_blocks(request.num_tokens), strict=True)
+        )
 
-    def _num_shared_blocks(self, request: Request, prompt: Request) -> int:
+    def _num_shared_tokens(self, request: Request, prompt: Request) -> int:
+        """Return with how many tokens, as many as a hit may have, a waiting request begins as a prompt under way."""
         assert self.hasher is not None
-        num_findable = (request.num_tokens - 1) // self.hasher.block_size
-        keys, others = request.block_keys[:num_findable], prompt.block_keys
+        unit, alignment = self.hasher.block_size, self.coordinator.alignment
+        keys, others = request.block_keys[: (request.num_tokens - 1) // unit], prompt.block_keys
         # A key stands for all before it too, so behind the first two that differ all do.
-        return bisect_left(range(min(len(keys), len(others))), True, key=lambda index: keys[index] != others[index])
+        num_equal = bisect_left(
+            range(min(len(keys), len(others))), True, key=lambda index: keys[index] != others[index]
+        )
+        return num_equal * unit - num_equal * unit % alignment
 
     def num_blocks_held(self, request: Request) -> int:
         """Return how many blocks a request that holds a row has, over all groups."""
@@ -206,9 +221,17 @@ class KVCacheManager:
     def num_blocks_owed(self, request: Request) -> int:
         """Return how many blocks the remaining tokens of a request that holds a row will take."""
         coordinator, num_tokens = self.coordinator, request.num_tokens
-        missing = coordinator.get_num_blocks_to_allocate(request.row, num_tokens, coordinator.no_hit)
-        # Where blocks are recycled, it takes fewer: it never holds more than the most at a time.
-        return max(min(missing, self._most_blocks(num_tokens) - self.num_blocks_held(request)), 0)
+        missing = coordinator.num_blocks_to_allocate_by_group(request.row, num_tokens, coordinator.no_hit)
+        most = self._most_blocks(num_tokens)
+        owed = 0
+        for manager, num_missing, most_of_group in zip(coordinator.managers, missing, most, strict=True):
+            if num_missing and int(manager.num_blocks[request.row]) + num_missing > most_of_group:
+                # Some are recycled before. Giving back what others hold as well frees nothing.
+                held = manager.block_table(request.row).tolist()
+                num_alone = sum(self.pool.ref_count(block_id) == 1 for block_id in held if block_id)
+                num_missing = max(min(num_missing, most_of_group - num_alone), 0)
+            owed += num_missing
+        return owed
 
     def num_victims_to_admit(
         self, request: Request, hit: PrefixHit, victims: Sequence[Request], num_reserved_blocks: Sequence[int]
@@ -226,22 +249,23 @@ class KVCacheManager:
         """
         coordinator = self.coordinator
         most = self._most_blocks(request.num_tokens)
-        needed = coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
-        hit_ids = hit.block_ids()
+        needed = coordinator.num_blocks_to_allocate_by_group(NO_ROW, request.num_tokens, hit)
+        hit_ids = [frozenset(blocks) for blocks in hit.blocks]
         num_free = self.pool.num_free_blocks
         num_at_best = num_free + coordinator.num_table_entries(victim.row for victim in victims)
-        if min(needed, most) + min(num_reserved_blocks) > num_at_best:
+        if sum(map(min, needed, most)) + min(num_reserved_blocks) > num_at_best:
             # Not even if they shared none of their blocks.
             return None
         held: dict[int, int] = {}
         for index, victim in enumerate(victims):
-            for block_id in coordinator.block_ids(victim.row):
-                held[block_id] = held.get(block_id, 0) + 1
-                if held[block_id] == self.pool.ref_count(block_id):
-                    num_free += 1
-                    # The victims alone hold it: once it is free, to adopt it takes a free block.
-                    needed += block_id in hit_ids
-            if min(needed, most) + num_reserved_blocks[index] <= num_free:
+            for group_id, block_ids in enumerate(coordinator.block_ids_by_group(victim.row)):
+                for block_id in block_ids:
+                    held[block_id] = held.get(block_id, 0) + 1
+                    if held[block_id] == self.pool.ref_count(block_id):
+                        num_free += 1
+                        # The victims alone hold it: once it is free, to adopt it takes a free block.
+                        needed[group_id] += block_id in hit_ids[group_id]
+            if sum(map(min, needed, most)) + num_reserved_blocks[index] <= num_free:
                 return index + 1
         return None
 
@@ -253,25 +277,44 @@ class KVCacheManager:
 
     def _num_blocks_to_admit(self, request: Request, hit: PrefixHit) -> int:
         # Where blocks are recycled, all of the request's entries are more than it ever holds at a time.
-        missing = self.coordinator.get_num_blocks_to_allocate(NO_ROW, request.num_tokens, hit)
-        return min(missing, self._most_blocks(request.num_tokens))
+        missing = self.coordinator.num_blocks_to_allocate_by_group(NO_ROW, request.num_tokens, hit)
+        return sum(map(min, missing, self._most_blocks(request.num_tokens)))
 
-    def _most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of so many tokens holds at a time."""
-        return self.coordinator.max_blocks_per_request(num_tokens, self.max_tokens_in_flight)
+    def _most_blocks(self, num_tokens: int) -> list[int]:
+        """Return the most blocks that a request of so many tokens holds at a time, for each group."""
+        return self.coordinator.max_blocks_by_group(num_tokens, self.max_tokens_in_flight)
 
-    def quiet_until(self, num_tokens: int) -> int:
+    def quiet_until(self, num_computed_tokens: int, num_tokens: int) -> int:
         """Return up to how many computed tokens nothing changes about a row's blocks that has `num_tokens` now.
 
         Until then `allocate_slots` would allocate, register and free nothing, and need not be called.
+
+        Args:
+            num_computed_tokens: What `allocate_slots` was told last.
+            num_tokens: The same and the new tokens.
         """
-        return self.coordinator.quiet_until(num_tokens)
+        return self.coordinator.quiet_until(num_computed_tokens, num_tokens)
 
     def most_new_blocks(self, num_new_tokens: Int32Array) -> int:
         """Return how many blocks requests that get so many new tokens could take together at most."""
         return self.coordinator.most_new_blocks(num_new_tokens)
 
     # -- changes ------------------------------------------------------------------------------------------------
+
+    def choose_findable_prefixes(self, request: Request, hit: PrefixHit) -> None:
+        """Say what of a request that is admitted stays findable longest, where blocks are given back on the way.
+
+        These are the beginnings that somebody is likely to ask for again: what it found, where others turned off
+        before it, and its prompt. What it leaves at its end is kept like that anyway.
+        """
+        lengths = {hit.num_tokens, hit.junction, *self.coordinator.last_hits(request.num_prompt_tokens)}
+        request.findable_prefixes = sorted(length for length in lengths if length > 0)
+
+    def keep_shared_prefix(self, prompt: Request, request: Request) -> None:
+        """Let what a waiting request shares with a prompt under way stay findable when that one has moved on."""
+        num_shared = self._num_shared_tokens(request, prompt)
+        if prompt.findable_prefixes is not None and num_shared not in (0, *prompt.findable_prefixes):
+            prompt.findable_prefixes = sorted([*prompt.findable_prefixes, num_shared])
 
     def allocate_slots(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, hit: PrefixHit | None = None
@@ -294,7 +337,7 @@ class KVCacheManager:
         if num_new_tokens < (0 if hit.num_tokens else 1):
             raise ValueError(f"num_new_tokens is {num_new_tokens}; a request is given slots for at least one token")
         row, num_tokens = request.row, num_computed_tokens + num_new_tokens
-        self.coordinator.remove_skipped_blocks(row, num_computed_tokens)
+        self._give_back_skipped(request, num_computed_tokens)
         needed = self.coordinator.get_num_blocks_to_allocate(row, num_tokens, hit)
         if needed > self.pool.num_free_blocks:
             return self._wait_for_memory(needed)
@@ -319,10 +362,14 @@ class KVCacheManager:
             step.owners.update(dict.fromkeys(new_blocks, request.row))
             step.filled.update(new_blocks)
 
-    def cache_computed_blocks(self, request: Request, num_tokens: int) -> None:
-        """Register, for good, the full blocks among a request's first `num_tokens` tokens, which are computed."""
+    def leave_computed_blocks(self, request: Request, num_tokens: int) -> None:
+        """Register, for good, what a request leaves behind that ends with `num_tokens` computed tokens.
+
+        Where blocks are given back on the way, that is what a request needs that goes on from there.
+        """
         if self.hasher is not None:
             self._register(request, num_tokens)
+            self._give_back_skipped(request, num_tokens)
 
     def begin_step(self) -> None:
         """Say that the next step is planned from now on. What the one before it registered stays provisional."""
@@ -353,15 +400,11 @@ class KVCacheManager:
     def forget_blocks(self, request: Request) -> None:
         """Make what the request holds and has held unfindable, because its content cannot be trusted."""
         self.drop_provisional_keys(request)
-        for manager in self.coordinator.managers:
-            # Whose blocks they were cannot be told any more, so all of that content go.
-            recycled = [
-                block_id
-                for index in range(int(manager.num_cached_blocks[request.row]))
-                if manager.block_tables[request.row, index] == NULL_BLOCK
-                for block_id in self.pool.blocks_of(request.block_keys[index], manager.group_id)
-            ]
-            self.pool.forget_blocks(recycled)
+        # Whose blocks they were cannot be told any more, so all of that content go.
+        recycled = self.coordinator.recycled_keys(request.row, request.block_keys)
+        self.pool.forget_blocks(
+            [block_id for group_id, key in recycled for block_id in self.pool.blocks_of(key, group_id)]
+        )
         self.coordinator.uncache_blocks(request.row, [0] * len(self.coordinator.managers))
 
     def free(self, request: Request) -> None:
@@ -377,6 +420,19 @@ class KVCacheManager:
             f"{self.pool.num_used_blocks} blocks are held by requests that are under way; "
             "wait for them to finish, abort them, or pass reset_running_requests=True, and call again.",
         )
+
+    def _give_back_skipped(self, request: Request, num_computed_tokens: int) -> None:
+        """Free what nothing of a request will read any more.
+
+        What nobody else is likely to find either is to be evicted first, lest it push out what is likelier to be found.
+        """
+        if request.findable_prefixes is not None and self.hasher is not None:
+            unneeded = self.coordinator.skipped_and_unneeded(
+                request.row, num_computed_tokens, request.findable_prefixes
+            )
+            # Somebody else who holds a block found it, as others may.
+            self.pool.expect_no_hit(block_id for block_id in unneeded if self.pool.ref_count(block_id) == 1)
+        self.coordinator.remove_skipped_blocks(request.row, num_computed_tokens)
 
     def _registered_under_keys_of(self, request: Request, block_ids: Iterable[int]) -> list[int]:
         own_keys = set(request.block_keys)

@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
 from octavo.core.kv_cache_config import (
     SHORTEST_REQUEST,
     KVCacheConfig,
     KVCacheGroup,
+    Padding,
     RequestCost,
     bytes_per_block,
     format_bytes,
+    hit_alignment,
     num_blocks_from_memory,
     num_blocks_in,
+    padding_of,
 )
 from octavo.errors import ConfigError, NotEnoughMemoryError
 
@@ -91,11 +95,15 @@ class GroupPlan:
         group: The layers, and what each of them keeps.
         bytes_per_block: Bytes of a block of the pool, which serves all groups.
         blocks_per_request: Blocks that the longest request holds at most in this group.
+        is_bounded: Whether that stops to grow with the request, for blocks are given back.
+        padding: What of a block lies idle when this group holds it, for another group fills it with more.
     """
 
     group: KVCacheGroup
     bytes_per_block: int
     blocks_per_request: int
+    is_bounded: bool
+    padding: Padding
 
     @property
     def page_bytes(self) -> int:
@@ -109,13 +117,55 @@ class GroupPlan:
 
     @property
     def unused_bytes_per_block(self) -> int:
-        """Bytes of a block that lie idle when this group holds it, for another group fills it with more."""
-        return self.bytes_per_block - self.page_bytes * len(self.group.layers)
+        return self.padding.num_bytes
 
     @property
     def bytes_per_request(self) -> int:
         """Bytes of the blocks that the longest request holds at most in this group."""
         return self.blocks_per_request * self.bytes_per_block
+
+
+@dataclass(frozen=True)
+class SpecPlan:
+    """What the groups of one spec take: they differ in their layers only.
+
+    Attributes:
+        groups: One at least.
+    """
+
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """What each of the layers keeps."""
+        return self.groups[0].group.spec
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of all groups, in the model's order."""
+        return tuple(sorted(layer for group in self.groups for layer in group.group.layers))
+
+    @property
+    def page_bytes(self) -> int:
+        return self.groups[0].page_bytes
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.groups[0].is_bounded
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a token in all of the layers, while it is kept."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that the longest request holds at most, in all groups of the spec together."""
+        return sum(group.blocks_per_request for group in self.groups)
+
+    @property
+    def bytes_per_request(self) -> int:
+        return sum(group.bytes_per_request for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -155,17 +205,41 @@ class CachePlan:
         return sum(group.bytes_per_token for group in self.groups)
 
     @property
+    def lasting_bytes_per_token(self) -> float:
+        """Bytes of a token in the groups that keep it for as long as its request lives."""
+        return sum(group.bytes_per_token for group in self.groups if not group.is_bounded)
+
+    @property
+    def idle_share(self) -> float:
+        """Which share of what a request of `max_model_len` tokens holds lies idle."""
+        return self.cost.idle_share(self.max_model_len)
+
+    @property
+    def hit_alignment(self) -> int:
+        """What the length of a prefix hit, in tokens, is a multiple of."""
+        return hit_alignment(group.spec for group in self.cost.groups)
+
+    @property
     def groups(self) -> tuple[GroupPlan, ...]:
         """What each group takes, for a request of `max_model_len` tokens."""
         block_bytes = bytes_per_block(self.cost.groups)
         return tuple(
-            GroupPlan(
-                group,
-                block_bytes,
-                manager.max_blocks_per_request(group.spec, self.max_model_len, self.cost.max_tokens_in_flight),
+            GroupPlan(group, block_bytes, num_blocks, is_bounded, padding_of(group, self.cost.groups))
+            for group, num_blocks, is_bounded in zip(
+                self.cost.groups,
+                self.cost.num_blocks_by_group(self.max_model_len),
+                self.cost.is_bounded_by_group(),
+                strict=True,
             )
-            for group, manager in zip(self.cost.groups, self.cost.managers, strict=True)
         )
+
+    @property
+    def groups_by_spec(self) -> tuple[SpecPlan, ...]:
+        """The same, those of one spec together."""
+        by_spec: dict[KVCacheSpec, list[GroupPlan]] = {}
+        for group in self.groups:
+            by_spec.setdefault(group.group.spec, []).append(group)
+        return tuple(SpecPlan(tuple(groups)) for groups in by_spec.values())
 
     @property
     def longest_request(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import torch
 
-from octavo.core.step_plan import RowSampling, StepPlan
+from octavo.core.step_plan import Int32Array, RowSampling, StepPlan
 
 
 class AcceleratorMemory(Protocol):
@@ -110,24 +110,19 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
-def profiling_plan(num_tokens: int, num_rows: int, block_size: int) -> StepPlan:
+def profiling_plan(num_tokens: int, num_rows: int, block_sizes: Sequence[int]) -> StepPlan:
     """Return a plan as large as any step: the whole token budget over as many rows as may run, all sampling.
 
     Args:
         num_tokens: The token budget.
         num_rows: Rows that may run at a time.
-        block_size: Tokens in a block; the plan uses blocks 1 .. num_profiling_blocks.
+        block_sizes: Tokens in a block, for each KV-cache group. All groups use blocks 1 .. num_profiling_blocks - 1:
+            what the step computes is thrown away.
     """
     num_rows = min(num_rows, num_tokens)
     lengths = np.full(num_rows, num_tokens // num_rows, np.int32)
     lengths[: num_tokens % num_rows] += 1
     lengths.sort()
-    blocks_by_row = -(-lengths // block_size)
-    table = np.zeros((num_rows, int(blocks_by_row.max())), np.int32)
-    next_block = 1
-    for row, count in enumerate(blocks_by_row.tolist()):
-        table[row, :count] = range(next_block, next_block + count)
-        next_block += count
     return StepPlan(
         request_ids=[f"profile-{row}" for row in range(num_rows)],
         arrivals=list(range(num_rows)),
@@ -137,7 +132,7 @@ def profiling_plan(num_tokens: int, num_rows: int, block_size: int) -> StepPlan:
         token_ids=np.zeros(num_tokens, np.int32),
         samples=np.ones(num_rows, np.bool_),
         num_decode_entries=int((lengths == 1).sum()),
-        block_tables=(table,),
+        block_tables=tuple(_consecutive_blocks(-(-lengths // block_size)) for block_size in block_sizes),
         # Truncated sampling, which needs more memory than the greedy kind.
         new_rows=[
             RowSampling(
@@ -158,6 +153,16 @@ def profiling_plan(num_tokens: int, num_rows: int, block_size: int) -> StepPlan:
     )
 
 
-def num_profiling_blocks(num_tokens: int, num_rows: int, block_size: int) -> int:
+def num_profiling_blocks(num_tokens: int, num_rows: int, block_sizes: Sequence[int]) -> int:
     """Return how many blocks `profiling_plan` uses, the null block included."""
-    return int(profiling_plan(num_tokens, num_rows, block_size).block_tables[0].max()) + 1
+    return 1 + max(int(table.max()) for table in profiling_plan(num_tokens, num_rows, block_sizes).block_tables)
+
+
+def _consecutive_blocks(num_blocks_by_row: Int32Array) -> Int32Array:
+    """Return a block table in which each row has blocks of its own, from block 1 on. [num_rows, most blocks]"""
+    table = np.zeros((len(num_blocks_by_row), int(num_blocks_by_row.max())), np.int32)
+    next_block = 1
+    for row, count in enumerate(num_blocks_by_row.tolist()):
+        table[row, :count] = range(next_block, next_block + count)
+        next_block += count
+    return table

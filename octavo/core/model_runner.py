@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.core.batch import LayerCache, StepBatch
 from octavo.core.interfaces import AttentionBackend, KVCacheSpec, Model
-from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup
+from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup, num_slots, page_bytes
 from octavo.core.sampler import Sampler
 from octavo.core.step_plan import LatestTokens, StepPlan, StepResult
 
@@ -94,14 +94,12 @@ def allocate_kv_cache(config: KVCacheConfig, device: str) -> list[Tensor]:
 
     Groups alias the same buffers: a block id belongs to one group at a time.
     """
-    page_bytes = max(group.spec.page_bytes for group in config.groups)
-    num_slots = max(len(group.layers) for group in config.groups)
-    shape = (config.num_blocks, page_bytes)
+    shape = (config.num_blocks, page_bytes(config.groups))
     # Zeros, because whatever else lies in fresh memory may be NaN to a backend that multiplies before it masks. On a
     # CPU from numpy, which gets them from the system page by page as they are used; torch would write them all.
     if device == "cpu":
-        return [torch.from_numpy(np.zeros(shape, np.uint8)) for _ in range(num_slots)]
-    return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+        return [torch.from_numpy(np.zeros(shape, np.uint8)) for _ in range(num_slots(config.groups))]
+    return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_slots(config.groups))]
 
 
 def _shape_of(result: object) -> str:

@@ -226,8 +226,10 @@ class PrefixVerifier:
         self._report(adopted, fault)
         self._make_unfindable(hit, fault.position)
         if adopted.is_first:
-            # What comes behind it saves nothing.
-            adopted.request.num_cached_tokens = fault.position
+            # What is still found ends before the fault, and where every group supports it.
+            left = self._kv_cache_manager.get_computed_blocks(adopted.request).num_tokens
+            alignment = self._kv_cache_manager.coordinator.alignment
+            adopted.request.num_cached_tokens = min(left, fault.position - fault.position % alignment)
         return False
 
     @property

@@ -37,6 +37,8 @@ class Request:
         choice: Which of the n choices; part of what the sampling noise is keyed by.
         seed: The other part.
         block_keys: Prefix-cache keys of its first full blocks, as far as they were needed.
+        findable_prefixes: Lengths, in tokens, of its beginnings that stay findable behind it, ascending. Only
+            KVCacheManager reads it. None, before it is admitted, for all.
         row: Its place in all per-row columns and tables while it holds blocks, else NO_ROW.
         num_cached_tokens: Prompt tokens that the prefix cache had when it was first admitted; None before.
         num_computed_before_preemption: Tokens whose keys and values the latest preemption threw away.
@@ -48,6 +50,7 @@ class Request:
         "block_keys",
         "choice",
         "eos_token_ids",
+        "findable_prefixes",
         "first_block_extra",
         "hit_memo",
         "max_total_tokens",
@@ -94,6 +97,7 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.first_block_extra = _first_block_extra(cache_salt, adapter)
         self.block_keys: list[bytes] = []
+        self.findable_prefixes: list[int] | None = None
         # (pool generation, number of tokens, hit) of the last look-up; only KVCacheManager reads it.
         self.hit_memo: tuple[int, int, object] | None = None
         self.row = NO_ROW

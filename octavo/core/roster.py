@@ -121,6 +121,7 @@ class Roster:
     def admit(self, request: Request, hit: PrefixHit, num_new: int, step: StepBuilder) -> None:
         """Give a waiting request a row, the blocks of its hit and those for its first tokens, which may be none yet."""
         self.table.add(request, hit.num_tokens)
+        self.kv_cache_manager.choose_findable_prefixes(request, hit)
         if num_new or hit.num_tokens:
             verdict = self.kv_cache_manager.allocate_slots(request, hit.num_tokens, num_new, hit)
             if not verdict:
@@ -130,7 +131,9 @@ class Roster:
                 )
         if num_new:
             self.schedule(request, num_new, step)
-            self.table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(hit.num_tokens + num_new)
+            self.table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(
+                hit.num_tokens, hit.num_tokens + num_new
+            )
         self._count_admission(request, hit)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -161,9 +164,10 @@ class Roster:
         num_computed = self.num_computed(request)
         if num_computed + num_new <= self.table.quiet_until[request.row]:
             return True
-        if not self.kv_cache_manager.allocate_slots(request, num_computed - num_in_step, num_in_step + num_new):
+        num_before, num_tokens = num_computed - num_in_step, num_computed + num_new
+        if not self.kv_cache_manager.allocate_slots(request, num_before, num_tokens - num_before):
             return False
-        self.table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(num_computed + num_new)
+        self.table.quiet_until[request.row] = self.kv_cache_manager.quiet_until(num_before, num_tokens)
         return True
 
     def schedule(self, request: Request, num_new: int, step: StepBuilder) -> None:
@@ -203,7 +207,7 @@ class Roster:
         if request.status is RequestStatus.RUNNING:
             # What a step ahead was to compute of it is dropped; all its tokens but the last are computed.
             self.kv_cache_manager.drop_provisional_keys(request)
-            self.kv_cache_manager.cache_computed_blocks(request, request.num_tokens - 1)
+            self.kv_cache_manager.leave_computed_blocks(request, request.num_tokens - 1)
         self.release(request)
 
     def report(

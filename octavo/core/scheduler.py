@@ -13,6 +13,7 @@ plan leaves its place open, and the model runner fills it in.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -114,8 +115,8 @@ class Scheduler:
             self._roster.counters.never_fitted += 1
             raise InvalidRequestError(
                 f"The prompt of {num_prompt_tokens} tokens does not fit: {verdict.reason} "
-                f"({self._capacity_in_tokens()} tokens). Shorten it, or give the engine more num_kv_blocks or "
-                "kv_cache_memory_bytes.",
+                f"(requests of up to {self._longest_request(num_prompt_tokens)} tokens). Shorten it, or give the "
+                "engine more num_kv_blocks or kv_cache_memory_bytes.",
                 parameter="prompt",
             )
         if not self.enable_chunked_prefill and num_prompt_tokens > self.max_num_batched_tokens:
@@ -279,6 +280,7 @@ class Scheduler:
             self.roll_back(self._under_way[0].plan)
         return replace(self.kv_cache_manager.reset_prefix_cache(), num_preempted=len(preempted))
 
-    def _capacity_in_tokens(self) -> int:
-        block_size = max(manager.block_size for manager in self.kv_cache_manager.coordinator.managers)
-        return self.kv_cache_manager.pool.num_usable_blocks * block_size
+    def _longest_request(self, too_long: int) -> int:
+        """Return how many tokens the longest request has that the KV cache could hold; `too_long` are too many."""
+        could_hold = self.kv_cache_manager.could_ever_hold
+        return bisect_left(range(1, too_long), True, key=lambda num_tokens: not could_hold(num_tokens))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from octavo.config import EngineConfig, PluginChoice
+from octavo.core.interfaces import AttentionSpec, SingleTypeKVCacheManager
 from octavo.core.kv_cache_config import SHORTEST_REQUEST, KVCacheGroup, RequestCost
-from octavo.errors import PluginContractError, PluginUnsuitable
+from octavo.errors import PluginContractError, PluginNotFound, PluginUnsuitable
 from octavo.plugins.families import KV_MANAGERS
 from octavo.plugins.part import Part, choose
 from octavo.plugins.registry import Registry
@@ -35,7 +36,7 @@ def choose_managers(
     check_kinds("kv_managers", named, groups)
     managers = []
     for group in groups:
-        manager = named.get(group.spec.kind) or _default_manager(registry, group.spec.kind)
+        manager = named.get(group.spec.kind) or _default_manager(registry, group)
         _check_manager(manager.part, group)
         managers.append(manager)
     return tuple(managers)
@@ -47,8 +48,15 @@ def request_cost(config: EngineConfig, managers: Sequence[Chosen], groups: Seque
     return RequestCost(tuple(groups), manager_classes, config.scheduler.max_num_batched_tokens)
 
 
-def _default_manager(registry: Registry, kind: str) -> Chosen:
-    return Chosen(choose(registry, KV_MANAGERS, PluginChoice(kind)), "default", "named as what the layers keep")
+def _default_manager(registry: Registry, group: KVCacheGroup) -> Chosen:
+    try:
+        part = choose(registry, KV_MANAGERS, PluginChoice(group.spec.kind))
+    except PluginNotFound as cause:
+        raise PluginNotFound(
+            f"The model's layers keep {group.spec}, and a manager for that is called as its kind. {cause} Install a "
+            "package that registers one, or name one that serves such layers in kv_managers."
+        ) from None
+    return Chosen(part, "default", "named as what the layers keep")
 
 
 def _check_manager(part: Part, group: KVCacheGroup) -> None:
@@ -65,3 +73,49 @@ def _check_manager(part: Part, group: KVCacheGroup) -> None:
             f"The KV-cache manager {part.plugin} serves {part.loaded.serves.__name__}, and the model's layers keep "
             f"{type(group.spec).__name__}; choose another one in kv_managers."
         )
+
+
+def check_reach(
+    part: Part, manager: SingleTypeKVCacheManager, attention_specs: Sequence[AttentionSpec], max_model_len: int
+) -> None:
+    """Make sure that a manager gives back nothing that the layers of its group still read.
+
+    Args:
+        part: The manager's class.
+        manager: The group's.
+        attention_specs: What its layers read.
+        max_model_len: Tokens in the longest request.
+
+    Raises:
+        PluginContractError: It does: what the model says of its attention and of its KV cache differ, or the manager is
+            wrong. Attention would read null blocks.
+    """
+    for spec in attention_specs:
+        for position in _telling_positions(spec, max_model_len):
+            with part.blamed("when it was asked which blocks are read no more"):
+                skipped = manager.skipped_blocks(position)
+            first_read = max(
+                0,
+                position + 1 - (spec.window or position + 1),
+                position - position % spec.chunk if spec.chunk else 0,
+            )
+            block_size = manager.block_size
+            if skipped and (skipped.stop * block_size > first_read or skipped.start * block_size < spec.keep_first):
+                raise PluginContractError(
+                    f"The KV-cache manager {part.plugin}, which serves {manager.spec}, gives back the blocks "
+                    f"{skipped.start} to {skipped.stop - 1} of {block_size} tokens once {position} tokens are "
+                    f"computed, and the model's attention (window={spec.window}, chunk={spec.chunk}, "
+                    f"keep_first={spec.keep_first}) reads from position {first_read} on. The model's attention specs "
+                    "and KV-cache specs have to say the same, or another manager has to be named in kv_managers."
+                )
+
+
+def _telling_positions(spec: AttentionSpec, max_model_len: int) -> list[int]:
+    """Return positions around which the set of keys that a query sees changes."""
+    block = spec.block_size
+    edges = {block, 8 * block, max_model_len}
+    for size in (spec.window, spec.chunk):
+        if size is not None:
+            edges |= {size, 2 * size, 3 * size, size + block, 2 * size + block}
+    nearby = {edge + offset for edge in edges for offset in (-block, -1, 0, 1)}
+    return sorted(position for position in nearby if 0 < position < max_model_len)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from octavo.core.interfaces import AttentionSpec, Checkpoint, ModelSpec
+from octavo.core.interfaces import AttentionSpec, Checkpoint, KVCacheSpec, ModelSpec
 from octavo.core.kv_cache_config import KVCacheGroup
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import Part
@@ -70,6 +70,7 @@ class ModelNeeds:
         checkpoint: Its files.
         model: The class that runs it.
         spec: What its layers compute and keep.
+        stated: What each layer keeps as the model states it, before settings change it and groups get one page size.
         groups: The layers, sorted by what they keep.
         device: Where it runs, as torch names it.
         dtype: Of weights and activations, as torch names it.
@@ -78,6 +79,7 @@ class ModelNeeds:
     checkpoint: Checkpoint
     model: Chosen
     spec: ModelSpec
+    stated: tuple[KVCacheSpec, ...]
     groups: tuple[KVCacheGroup, ...]
     device: str
     dtype: str
@@ -110,7 +112,7 @@ class Selection:
     def lines(self) -> list[str]:
         """Return the report: each part, where the choice came from, and why each other backend was not chosen."""
         report = [f"model class: {self.needs.model}"]
-        for selected in self.groups:
+        for selected in _equal_ones_together(self.groups):
             kind, layers = selected.group.spec.kind, describe_layers(selected.group.layers)
             report.append(f"attention backend of {kind} ({layers}): {selected.backend}")
             report += [
@@ -125,6 +127,20 @@ class Selection:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def _equal_ones_together(groups: Sequence[GroupSelection]) -> list[GroupSelection]:
+    """Return one entry for groups that differ in their layers only, with the layers of all of them."""
+    together: list[GroupSelection] = []
+    for selected in groups:
+        for index, other in enumerate(together):
+            if selected == replace(other, group=selected.group) and selected.group.spec == other.group.spec:
+                layers = tuple(sorted(other.group.layers + selected.group.layers))
+                together[index] = replace(other, group=replace(other.group, layers=layers))
+                break
+        else:
+            together.append(selected)
+    return together
 
 
 def describe_layers(layers: Sequence[int]) -> str:

@@ -6,14 +6,16 @@ config ── names ──► parts ── model's spec ──► KV-cache group
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig, PluginChoice, environment_warnings
 from octavo.core.interfaces import Checkpoint, ModelSpec
-from octavo.core.kv_cache_config import make_groups
+from octavo.core.kv_cache_config import KVCacheGroup, make_groups
 from octavo.errors import CheckpointError, ConfigError, PluginContractError, UnsupportedModelError
+from octavo.models.unserved import refuse_unserved
 from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, MODELS, REQUEST_QUEUES
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import choose
@@ -97,6 +99,8 @@ def _needs(
     model = named_model or _model_by_type(config, registry, checkpoint.config.get("model_type"))
     kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
     with _naming(config.model), model.part.blamed("when it was asked what the model needs"):
+        if model.part.plugin.is_built_in:
+            refuse_unserved(f"model_type {checkpoint.config.get('model_type')!r}", checkpoint.config)
         spec: ModelSpec = model.part.loaded.spec_from_config(
             checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
         )
@@ -105,7 +109,24 @@ def _needs(
             f"The model {model.part.plugin} answers spec_from_config with something of type {type(spec).__name__}; it "
             "must be a ModelSpec with as many attention specs as KV-cache specs."
         )
-    return ModelNeeds(checkpoint, model, spec, make_groups(spec.kv_cache_specs), device, dtype)
+    kept = spec.kv_cache_specs
+    if config.cache.disable_hybrid_kv_cache_manager:
+        kept = tuple(spec.without_recycling() for spec in kept)
+    groups = make_groups(kept)
+    return ModelNeeds(checkpoint, model, _following(spec, groups), spec.kv_cache_specs, groups, device, dtype)
+
+
+def _following(spec: ModelSpec, groups: Sequence[KVCacheGroup]) -> ModelSpec:
+    """Return what the model needs, with the blocks that its layers' groups have."""
+    kept = {layer: group.spec for group in groups for layer in group.layers}
+    return replace(
+        spec,
+        attention_specs=tuple(
+            replace(attention, block_size=kept[layer].block_size)
+            for layer, attention in enumerate(spec.attention_specs)
+        ),
+        kv_cache_specs=tuple(kept[layer] for layer in range(len(kept))),
+    )
 
 
 @contextmanager

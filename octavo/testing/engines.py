@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.engine_core import EngineCore
-from octavo.core.interfaces import FullAttentionSpec, HashFunction, RequestQueue, SingleTypeKVCacheManager
+from octavo.core.interfaces import FullAttentionSpec, HashFunction, KVCacheSpec, RequestQueue, SingleTypeKVCacheManager
+from octavo.core.kv_cache_coordinator import hash_unit_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.outputs import EngineOutput
 from octavo.core.prefix_hash import PrefixHasher
@@ -47,10 +48,33 @@ def make_kv_cache_manager(
     Without a hash function the prefix cache is off.
     """
     spec = FullAttentionSpec(block_size, num_kv_heads=1, head_dim=1, dtype="float32")
+    return make_hybrid_kv_cache_manager(
+        [(manager_class, spec)],
+        hash_function,
+        num_usable_blocks=num_usable_blocks,
+        num_rows=num_rows,
+        reuses_blocks_within_a_step=reuses_blocks_within_a_step,
+    )
+
+
+def make_hybrid_kv_cache_manager(
+    groups: Sequence[tuple[type[SingleTypeKVCacheManager], KVCacheSpec]],
+    hash_function: HashFunction | None,
+    *,
+    num_usable_blocks: int,
+    num_rows: int = 64,
+    **options: Any,
+) -> KVCacheManager:
+    """Return a KV cache of several groups over `num_usable_blocks` blocks besides the null block.
+
+    Without a hash function the prefix cache is off. Further options are the manager's.
+    """
     pool = BlockPool(num_usable_blocks + 1, enable_caching=hash_function is not None)
-    hasher = None if hash_function is None else PrefixHasher(hash_function, block_size, b"root of the tests")
-    managers = [manager_class(spec, pool, 0, num_rows)]
-    return KVCacheManager(pool, managers, hasher, reuses_blocks_within_a_step=reuses_blocks_within_a_step)
+    managers = [manager_class(spec, pool, group_id, num_rows) for group_id, (manager_class, spec) in enumerate(groups)]
+    hasher = None
+    if hash_function is not None:
+        hasher = PrefixHasher(hash_function, hash_unit_of(managers), b"root of the tests")
+    return KVCacheManager(pool, managers, hasher, **options)
 
 
 def make_hashing_engine(
@@ -65,8 +89,6 @@ def make_hashing_engine(
     **scheduler_options: Any,
 ) -> tuple[EngineCore, HashingRunner]:
     """Return an engine over a `HashingRunner`, and the runner; further options are the scheduler's."""
-    block_size = kv_cache_manager.coordinator.managers[0].block_size
-    runner = HashingRunner(kv_cache_manager.pool.num_blocks, block_size)
     scheduler = Scheduler(
         kv_cache_manager,
         queue,
@@ -74,6 +96,7 @@ def make_hashing_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         **scheduler_options,
     )
+    runner = make_hashing_runner(scheduler)
     engine = EngineCore(
         scheduler,
         runner,
@@ -83,6 +106,18 @@ def make_hashing_engine(
         async_scheduling=async_scheduling,
     )
     return engine, runner
+
+
+def make_hashing_runner(scheduler: Scheduler, vocab_size: int = 1000) -> HashingRunner:
+    """Return a `HashingRunner` for what a scheduler plans."""
+    kv_cache_manager, requests = scheduler.kv_cache_manager, scheduler._roster.requests
+
+    def tokens_of(request_id: str) -> Sequence[int]:
+        request = requests.get(request_id)
+        return () if request is None else request.token_ids
+
+    specs = [manager.spec for manager in kv_cache_manager.coordinator.managers]
+    return HashingRunner(kv_cache_manager.pool.num_blocks, specs, vocab_size, tokens_of)
 
 
 def collect(finished: dict[str, Finished], output: EngineOutput) -> None:

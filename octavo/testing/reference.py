@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.testing.reference_cache import ReferenceCache, ReferenceRequest, real_blocks
+from octavo.testing.reference_cache import ReferenceCache, ReferenceHit, ReferenceRequest
 
 # Requests at the front of the line that others may pass in a step.
 MOST_PASSED = 64
@@ -97,6 +97,7 @@ class ReferenceEngine:
             raise Refused("its prompt does not fit into a step")
         if request.request_id in [other.request_id for other in self.running + self.waiting]:
             raise Refused("its id is taken")
+        request.num_prompt = num_tokens
         request.max_total_tokens = min(num_tokens + request.max_tokens, self.max_model_len)
         request.arrival = self.num_arrivals
         self.num_arrivals += 1
@@ -111,9 +112,9 @@ class ReferenceEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything, if no running request holds a block; return whether that was done."""
-        if any(request.table for request in self.running):
+        if any(request.blocks for request in self.running):
             return False
-        self.pool.content.clear()
+        self.pool.reset()
         return True
 
     def reset_running_requests(self) -> None:
@@ -137,7 +138,7 @@ class ReferenceEngine:
     def take_in(self, plan: list[tuple[ReferenceRequest, int]]) -> list[News]:
         """Take in a step that was computed: give each request that has caught up its next token."""
         for request in self.running:
-            request.num_final = request.num_sealed
+            request.num_final = request.num_sealed[:]
         self.counters["steps"] += bool(plan)
         for request, num_new in plan:
             if request not in self.running:
@@ -150,17 +151,17 @@ class ReferenceEngine:
             if token is None:
                 # Nobody can say how far back its blocks are wrong.
                 self.cache.drop_recycled(request)
-                self.cache.drop_keys(request, 0)
+                self.cache.drop_keys(request, [0] * len(request.tables))
                 self.end(request, "error", "non_finite_logits")
                 continue
             request.tokens.append(token)
             self.counters["generated_tokens"] += 1
             if token in request.eos_ids:
-                self.end(request, "stop", token=token)
+                self.finish(request, "stop", token)
             elif token in request.stop_ids:
-                self.end(request, "stop", token, token)
+                self.finish(request, "stop", token, token)
             elif len(request.tokens) >= request.max_total_tokens:
-                self.end(request, "length", token=token)
+                self.finish(request, "length", token)
             else:
                 self.report(request, None, None, token)
         self.plan = {}
@@ -218,8 +219,8 @@ class ReferenceEngine:
 
     def serve(self, request: ReferenceRequest, num_new: int) -> None:
         """Plan tokens of a running request, taking the blocks of the least urgent ones where there are none."""
-        self.cache.drop_unread(request, request.computed, num_new)
-        while self.cache.num_lacking(request, request.computed + num_new) > len(self.pool.free):
+        self.cache.give_back_unread(request, request.computed)
+        while sum(self.cache.lacking(request, request.computed + num_new)) > len(self.pool.free):
             if self.running == [request]:
                 self.end(request, "length", "kv_cache_full")
                 return
@@ -253,39 +254,35 @@ class ReferenceEngine:
                 self.counters["never_fitted"] += 1
                 self.end(request, "length", "kv_cache_full")
                 continue
-            num_shared = self.num_blocks_under_way(request)
-            if num_shared is not None or self.finds_what_this_step_fills(hit):
+            prompt = self.prompt_under_way(request)
+            if prompt is not None or self.finds_what_this_step_fills(hit):
+                num_shared = 0 if prompt is None else self.cache.num_shared(prompt, request)
+                if prompt is not None:
+                    prompt.findable.add(num_shared)
                 self.counters["waits_for_step"] += 1
                 num_passed += 1
-                num_kept += self.cache.num_behind(request, num_shared or 0)
+                num_kept += self.cache.num_behind(request, num_shared)
                 continue
             if not self.has_room(request, hit, self.running, num_kept):
                 self.counters["waits_for_memory"] += 1
                 return
-            num_missing = len(request.tokens) - len(hit) * self.cache.attention.block_size
+            num_missing = len(request.tokens) - hit.num_tokens
             num_new = self.chunk(request, num_missing, len(line) - num_seen)
             if not num_new:
                 return
             self.admit(request, hit)
             self.compute(request, num_new)
 
-    def finds_what_this_step_fills(self, hit: list[int]) -> bool:
+    def finds_what_this_step_fills(self, hit: ReferenceHit) -> bool:
         """Say whether a hit is filled in this step, and may not be read in it."""
-        return not self.shares_within_a_step and not self.provisional_blocks().isdisjoint(hit)
+        found = {block for table in hit.tables for block in table}
+        return not self.shares_within_a_step and any(found & request.provisional_blocks for request in self.running)
 
-    def num_blocks_under_way(self, request: ReferenceRequest) -> int | None:
-        """Return how many blocks a waiting request shares with a prompt under way whose next block it begins with,
-        too, where that is not in the cache. None where there is no such prompt.
-        """
+    def prompt_under_way(self, request: ReferenceRequest) -> ReferenceRequest | None:
+        """Return who is about to compute what a waiting request needs next; None where nobody is."""
         if not self.pool.caching or request.skips_reading:
             return None
-        size = self.cache.attention.block_size
-        could_find = self.cache.contents(request)[: (len(request.tokens) - 1) // size]
-        for other in self.running:
-            for block in self.cache.contents(other)[other.computed // size :][:1]:
-                if block in could_find and self.pool.find(block) is None:
-                    return len([content for content in could_find if content in self.cache.contents(other)])
-        return None
+        return next((other for other in self.running if self.cache.computes_next_for(other, request)), None)
 
     # -- 5. the rest of the budget ------------------------------------------------------------------------------
 
@@ -296,40 +293,36 @@ class ReferenceEngine:
             num_new = min(request.behind, self.rest, limit)
             if num_new <= 0:
                 continue
-            self.cache.drop_unread(request, request.computed - num_given, num_given + num_new)
-            if self.cache.num_lacking(request, request.computed + num_new) <= len(self.pool.free):
+            self.cache.give_back_unread(request, request.computed - num_given)
+            if sum(self.cache.lacking(request, request.computed + num_new)) <= len(self.pool.free):
                 self.compute(request, num_new)
 
     # -- what there is room for ---------------------------------------------------------------------------------
 
     def never_fits(self, num_tokens: int) -> bool:
         """Say whether a request of so many tokens is more than an empty pool could hold."""
-        return self.cache.attention.most_blocks(num_tokens) > len(self.pool.references)
+        return sum(self.cache.most_blocks(num_tokens)) > len(self.pool.references)
 
     def has_room(
-        self, head: ReferenceRequest, hit: list[int], running: list[ReferenceRequest], num_kept: int = 0
+        self, head: ReferenceRequest, hit: ReferenceHit, running: list[ReferenceRequest], num_kept: int = 0
     ) -> bool:
         """Say whether there were a slot and memory for a request if these were running, and no others."""
-        held = {block for request in running for block in real_blocks(request.table)}
+        held = {block for request in running for block in request.blocks}
         needed = self.cache.num_needed(head, hit, held)
         owed = sum(self.cache.num_owed(request) for request in running)
         watermark = self.num_watermark_blocks if running else 0
         num_free = len(self.pool.references) - len(held)
         return len(running) < self.max_num_seqs and needed + owed + num_kept + watermark <= num_free
 
-    def has_budget(self, head: ReferenceRequest, hit: list[int], running: list[ReferenceRequest]) -> bool:
+    def has_budget(self, head: ReferenceRequest, hit: ReferenceHit, running: list[ReferenceRequest]) -> bool:
         """Say whether a request could begin in this step if these were running, and each of them caught up."""
-        num_missing = len(head.tokens) - len(hit) * self.cache.attention.block_size
+        num_missing = len(head.tokens) - hit.num_tokens
         others = sum(request.behind for request in running)
         return not self.must_run_whole(head) or num_missing + others <= self.max_num_batched_tokens
 
     def must_run_whole(self, request: ReferenceRequest) -> bool:
         """Say whether a request is computed in one step or not at all. One that has outgrown the budget is not."""
         return not self.enable_chunked_prefill and len(request.tokens) <= self.max_num_batched_tokens
-
-    def provisional_blocks(self) -> set[int]:
-        """Return the blocks that this step fills."""
-        return {block for r in self.running for block in real_blocks(r.table[r.num_final : r.num_sealed])}
 
     def urgency(self, request: ReferenceRequest) -> tuple[int, int]:
         """Return what orders requests, in line and out of it: the smallest is the most urgent."""
@@ -342,7 +335,7 @@ class ReferenceEngine:
 
     # -- what happens to a request ------------------------------------------------------------------------------
 
-    def admit(self, request: ReferenceRequest, hit: list[int]) -> None:
+    def admit(self, request: ReferenceRequest, hit: ReferenceHit) -> None:
         """Let a waiting request run, with the blocks that were found for it."""
         self.waiting.remove(request)
         self.running.append(request)
@@ -375,6 +368,15 @@ class ReferenceEngine:
         request.num_lost = request.computed - num_planned
         self.leave_running(request)
         self.waiting.append(request)
+
+    def finish(
+        self, request: ReferenceRequest, finish_reason: str, token: int, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request that has its last token. What goes on from there is to find what it needs."""
+        if self.pool.caching:
+            self.cache.register(request)
+            self.cache.give_back_unread(request, len(request.tokens) - 1)
+        self.end(request, finish_reason, stop_reason, token)
 
     def end(
         self,

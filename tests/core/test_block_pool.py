@@ -37,6 +37,71 @@ def test_blocks_without_a_key_are_reused_before_all_others_and_blocks_with_one_l
     assert pool.free_queue() == [4, 3, 5, 6, 7, 2, 1]
 
 
+def pool_with_unlikely(unlikely):
+    """Return a pool whose blocks 1 .. 4 have keys and are given back in this order, some of them unlikely to be found.
+
+    Blocks 5 and 6 were never used, and 7 has no key.
+    """
+    pool = BlockPool(8)
+    blocks = pool.get_new_blocks(7)
+    pool.free_blocks(blocks[4:6])
+    pool.cache_full_blocks(blocks[:4], [key(number) for number in blocks[:4]], 0)
+    pool.expect_no_hit(unlikely)
+    pool.free_blocks(blocks[:4])
+    pool.free_blocks(blocks[6:])
+    return pool
+
+
+def test_blocks_that_are_unlikely_to_be_found_are_reused_before_all_others_with_a_key():
+    pool = pool_with_unlikely([2, 4])
+    assert pool.free_queue() == [7, 5, 6, 2, 4, 1, 3]
+    assert_pool_is_sound(pool)
+    # They can be found all the same, until they are handed out.
+    assert [pool.get_cached_block(key(number), 0) for number in range(1, 5)] == [1, 2, 3, 4]
+    assert pool.get_new_blocks(6) == [7, 5, 6, 2, 4, 1]
+    assert [pool.get_cached_block(key(number), 0) for number in range(1, 5)] == [None, None, 3, None]
+
+
+def test_a_block_that_was_found_is_likely_to_be_found_again():
+    pool = pool_with_unlikely([1, 2, 3, 4])
+    pool.touch([2])
+    pool.free_blocks([2])
+    assert pool.free_queue() == [7, 5, 6, 1, 3, 4, 2]
+
+
+def test_with_its_key_a_block_loses_what_was_expected_of_it():
+    pool = pool_with_unlikely([1, 2])
+    assert pool.get_new_blocks(4) == [7, 5, 6, 1]
+    pool.cache_full_blocks([1], [key(9)], 0)
+    pool.free_blocks([1])
+    assert pool.free_queue() == [2, 3, 4, 1]
+    # Of a block without a key nothing is expected.
+    (block,) = pool.get_new_blocks(1)
+    pool.expect_no_hit([block])
+    pool.cache_full_blocks([block], [key(10)], 0)
+    pool.free_blocks([block])
+    assert pool.free_queue() == [3, 4, 1, 2]
+
+
+def test_an_unlikely_block_that_is_forgotten_goes_to_the_head_of_the_queue():
+    pool = pool_with_unlikely([1, 2])
+    pool.forget_blocks([2, 3])
+    assert pool.free_queue() == [2, 3, 7, 5, 6, 1, 4]
+    assert_pool_is_sound(pool)
+
+
+def test_after_a_reset_no_block_is_likelier_than_another():
+    pool = pool_with_unlikely([2, 4])
+    assert pool.reset_prefix_cache()
+    assert pool.free_queue() == [7, 5, 6, 2, 4, 1, 3]
+    blocks = pool.get_new_blocks(7)
+    assert blocks == [7, 5, 6, 2, 4, 1, 3]
+    pool.cache_full_blocks(blocks, [key(number) for number in blocks], 0)
+    pool.free_blocks(blocks)
+    assert pool.free_queue() == blocks
+    assert_pool_is_sound(pool)
+
+
 def test_reference_counts_of_two_requests_that_share_a_prefix():
     pool = BlockPool(5)
     a = pool.get_new_blocks(3)
@@ -169,32 +234,48 @@ def test_what_can_be_found_changes_only_together_with_the_generation():
 
 
 class PlainPool:
-    """The pool as a list and two dictionaries: slow, and easy to believe."""
+    """The pool as two lists, a set and two dictionaries: slow, and easy to believe."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.queue = list(range(1, num_blocks))
+        self.first = list(range(1, num_blocks))
+        self.second: list[int] = []
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.keys: dict[int, bytes] = {}
+        self.unlikely: set[int] = set()
+
+    @property
+    def queue(self) -> list[int]:
+        return self.first + self.second
 
     def get(self, count: int) -> list[int]:
-        taken, self.queue = self.queue[:count], self.queue[count:]
+        taken = self.queue[:count]
         for block in taken:
-            self.keys.pop(block, None)
+            self._take(block)
+            self.forget(block)
             self.refs[block] = 1
         return taken
+
+    def forget(self, block: int) -> None:
+        self.keys.pop(block, None)
+        self.unlikely.discard(block)
 
     def touch(self, blocks: list[int]) -> None:
         for block in blocks:
             if not self.refs[block]:
-                self.queue.remove(block)
+                self._take(block)
             self.refs[block] += 1
+            self.unlikely.discard(block)
 
     def free(self, blocks: list[int]) -> None:
         for block in blocks:
             self.refs[block] -= 1
         gone = [b for b in dict.fromkeys(blocks) if not self.refs[b]]
         keyless = [b for b in gone if b not in self.keys]
-        self.queue = keyless + self.queue + [b for b in gone if b in self.keys]
+        self.first = keyless + self.first + [b for b in gone if b in self.unlikely]
+        self.second += [b for b in gone if b in self.keys and b not in self.unlikely]
+
+    def _take(self, block: int) -> None:
+        (self.first if block in self.first else self.second).remove(block)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -203,7 +284,7 @@ def test_ten_thousand_random_operations_agree_with_a_plain_model(seed):
     pool, plain = BlockPool(24), PlainPool(24)
     held: list[list[int]] = []
     for _ in range(2500):
-        operation = rng.choice(["get", "get", "free", "free", "touch", "cache", "uncache"])
+        operation = rng.choice(["get", "get", "free", "free", "touch", "cache", "cache", "uncache", "expect no hit"])
         if operation == "get":
             count = rng.randint(0, min(5, len(plain.queue)))
             taken = pool.get_new_blocks(count)
@@ -227,7 +308,11 @@ def test_ten_thousand_random_operations_agree_with_a_plain_model(seed):
             blocks = [b for b in plain.keys if plain.refs[b]][:1]
             pool.uncache_blocks(blocks)
             for block in blocks:
-                del plain.keys[block]
+                plain.forget(block)
+        elif operation == "expect no hit":
+            blocks = [b for b in plain.refs if plain.refs[b] and rng.random() < 0.3]
+            pool.expect_no_hit(blocks)
+            plain.unlikely.update(b for b in blocks if b in plain.keys)
         assert pool.free_queue() == plain.queue
         assert_pool_is_sound(pool)
         assert {b for blocks in pool.cached_blocks().values() for b in blocks} == set(plain.keys)

@@ -76,6 +76,12 @@ class BothPools:
         self.pool.uncache_blocks(blocks)
         self.plain.unregister(blocks)
 
+    def expect_no_hit(self, rng: random.Random) -> None:
+        held = sorted({block for table in self.tables for block in table if block})
+        blocks = rng.sample(held, min(len(held), rng.randint(0, 3)))
+        self.pool.expect_no_hit(blocks)
+        self.plain.expect_no_hit(blocks)
+
     def reset(self, rng: random.Random) -> None:
         if rng.random() < 0.5:
             self.pool.free_blocks([block for table in self.tables for block in table])
@@ -84,7 +90,7 @@ class BothPools:
         is_idle = not any(block for table in self.tables for block in table)
         assert self.pool.reset_prefix_cache() is is_idle
         if is_idle:
-            self.plain.content.clear()
+            self.plain.reset()
 
     def check(self) -> None:
         assert_pool_is_sound(self.pool, self.tables)
@@ -144,6 +150,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.both.unregister(rng)
 
     @rule(rng=RANDOM)
+    def expect_no_hit(self, rng):
+        self.both.expect_no_hit(rng)
+
+    @rule(rng=RANDOM)
     def reset(self, rng):
         self.both.reset(rng)
 
@@ -160,6 +170,7 @@ def run_operations(seed: int, num_operations: int, num_blocks: int) -> BothPools
     rng = random.Random(seed)
     both = BothPools(num_blocks, caching=True)
     operations = [both.allocate, both.adopt, both.free, both.free, both.register, both.register, both.unregister]
+    operations.append(both.expect_no_hit)
     for number in range(num_operations):
         # Seldom, or there is never much to find.
         rng.choice([both.reset, both.free_too_often] if number % 150 == 149 else operations)(rng)

@@ -1,8 +1,5 @@
 """Sizes of the KV cache, with the numbers worked out by hand."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -19,7 +16,7 @@ from octavo.core.kv_cache_config import (
     num_blocks_in,
 )
 from octavo.core.model_runner import allocate_kv_cache
-from octavo.errors import ConfigError, NotEnoughMemoryError
+from octavo.errors import NotEnoughMemoryError
 from octavo.kv_managers.full_attention import FullAttentionManager
 
 # 32 layers, 8 KV heads, head_dim 128, fp16.
@@ -40,7 +37,7 @@ class LastTokensManager(FullAttentionManager):
         return -(-min(max_model_len, 32 + max_tokens_in_flight) // spec.block_size)
 
 
-# -- worked numbers ---------------------------------------------------------------------------------------------
+# -- worked numbers -----------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_a_token_and_of_a_request():
@@ -76,37 +73,7 @@ def test_float32_takes_twice_the_bytes_of_half_precision():
     assert full.page_bytes == 2 * SMALL.page_bytes
 
 
-# -- groups -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OtherSpec(FullAttentionSpec):
-    kind: ClassVar[str] = "other"
-
-
-def test_layers_that_keep_the_same_form_one_group_in_the_models_order():
-    (group,) = make_groups([SMALL, FullAttentionSpec(16, num_kv_heads=2, head_dim=64, dtype="bfloat16"), SMALL])
-    assert group.spec == SMALL
-    assert group.layers == (0, 1, 2)
-
-
-def test_layers_that_keep_different_things_are_refused_with_what_each_keeps():
-    with pytest.raises(ConfigError) as caught:
-        make_groups([SMALL, LARGE, SMALL])
-    assert str(caught.value) == (
-        f"The layers keep 2 different things ({SMALL}, {LARGE}); one pool cannot hold them yet."
-    )
-    with pytest.raises(ConfigError, match="2 different things"):
-        make_groups([SMALL, OtherSpec(16, num_kv_heads=2, head_dim=64, dtype="bfloat16")])
-
-
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(ConfigError) as caught:
-        make_groups([])
-    assert str(caught.value) == "The model has no attention layer, so there is nothing to keep in a KV cache."
-
-
-# -- the longest request ----------------------------------------------------------------------------------------
+# -- the longest request ------------------------------------------------------------------------------------------
 
 
 @given(
@@ -128,7 +95,7 @@ def test_a_manager_that_drops_blocks_is_asked_what_a_request_takes():
     assert cost_of(LARGE, 1).num_blocks(4096) == 256
 
 
-# -- from memory ------------------------------------------------------------------------------------------------
+# -- from memory --------------------------------------------------------------------------------------------------
 
 
 def test_memory_for_a_hundred_tokens_does_not_hold_a_request_of_4096_and_the_error_says_what_would_do():

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec
+from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from octavo.core.kv_cache_config import KVCacheGroup, RequestCost, make_groups
 from octavo.core.kv_cache_plan import RequestLimits, plan_from_blocks, plan_from_memory
 from octavo.errors import ConfigError, NotEnoughMemoryError
 from octavo.kv_managers.full_attention import FullAttentionManager
+from octavo.kv_managers.sliding_window import SlidingWindowManager
 
 # 32 layers, 8 KV heads, head_dim 128, fp16: 131072 bytes a token, 2 MiB a block of 16.
 LARGE = FullAttentionSpec(16, num_kv_heads=8, head_dim=128, dtype="float16")
@@ -161,6 +162,30 @@ def test_groups_share_one_pool_whose_blocks_are_as_large_as_the_largest_needs():
     assert (of_full.blocks_per_request, of_window.blocks_per_request) == (64, 8)
     assert (of_full.bytes_per_request, of_window.bytes_per_request) == (64 * 20 * 8192, 8 * 20 * 8192)
     assert rows_of(plan) == [(512, 40, 2), (1024, 72, 1)]
+
+
+def test_a_plan_counts_what_an_engine_counts_with_windows_and_pages_of_different_sizes():
+    narrow = SlidingWindowSpec(16, num_kv_heads=1, head_dim=64, dtype="bfloat16", window=128)
+    groups = make_groups([narrow, SMALL, narrow, SMALL])
+    cost = RequestCost(groups, (SlidingWindowManager, FullAttentionManager), max_tokens_in_flight=64)
+    plan = plan_from_memory(101 * 2 * 8192, cost, RequestLimits(2048))
+    of_window, of_full = plan.groups
+    # Blocks of 32 tokens for the window: ceil(127 / 32) and ceil((31 + 64) / 32).
+    assert (of_window.blocks_per_request, of_full.blocks_per_request) == (4 + 3, 93)
+    assert (of_window.page_bytes, of_full.page_bytes) == (8192, 8192)
+    assert (of_window.unused_bytes_per_block, of_full.unused_bytes_per_block) == (0, 0)
+    assert (of_window.bytes_per_token, of_full.bytes_per_token) == (2 * 256, 2 * 512)
+    # Beside the null block and the window's seven, 93 blocks of 16 tokens are left.
+    assert plan.max_model_len == plan.longest_request == 93 * 16
+    assert cost.num_blocks(93 * 16 + 1) == 101
+
+
+def test_what_is_padded_is_told():
+    odd = SlidingWindowSpec(16, num_kv_heads=3, head_dim=64, dtype="bfloat16", window=128)
+    large = FullAttentionSpec(16, num_kv_heads=8, head_dim=64, dtype="bfloat16")
+    cost = RequestCost(make_groups([odd, odd, large]), (SlidingWindowManager,) * 2 + (FullAttentionManager,), 64)
+    plan = plan_from_memory(50 * 32768, cost, RequestLimits(512))
+    assert [group.unused_bytes_per_block for group in plan.groups] == [20480, 20480, 0]
 
 
 # -- sizes that do not do ---------------------------------------------------------------------------------------

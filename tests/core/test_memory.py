@@ -114,7 +114,7 @@ def test_a_device_that_is_full_already_leaves_less_than_nothing_for_the_caller_t
 
 @given(num_tokens=st.integers(1, 300), num_rows=st.integers(1, 80), block_size=st.integers(1, 40))
 def test_the_profiling_step_spends_the_whole_budget_over_all_rows(num_tokens, num_rows, block_size):
-    plan = profiling_plan(num_tokens, num_rows, block_size)
+    plan = profiling_plan(num_tokens, num_rows, [block_size])
     assert plan.num_tokens == num_tokens == plan.num_new_tokens.sum()
     assert plan.num_entries == min(num_rows, num_tokens)
     assert plan.samples.all()
@@ -129,18 +129,18 @@ def test_the_profiling_step_spends_the_whole_budget_over_all_rows(num_tokens, nu
 
 @given(num_tokens=st.integers(1, 300), num_rows=st.integers(1, 80), block_size=st.integers(1, 40))
 def test_the_profiling_step_gives_each_row_blocks_of_its_own(num_tokens, num_rows, block_size):
-    plan = profiling_plan(num_tokens, num_rows, block_size)
+    plan = profiling_plan(num_tokens, num_rows, [block_size])
     (table,) = plan.block_tables
     used = table[table > 0]
     assert len(used) == len(set(used.tolist()))
     assert (np.count_nonzero(table, axis=1) == -(-plan.num_new_tokens // block_size)).all()
     # Null entries stand behind the others, never between them.
     assert (np.diff((table > 0).astype(int), axis=1) <= 0).all()
-    assert num_profiling_blocks(num_tokens, num_rows, block_size) == used.max() + 1 == len(used) + 1
+    assert num_profiling_blocks(num_tokens, num_rows, [block_size]) == used.max() + 1 == len(used) + 1
 
 
 def test_the_profiling_step_pays_for_truncated_sampling():
-    assert all(sampling.temperature > 0 and sampling.top_p < 1 for sampling in profiling_plan(5, 2, 4).new_rows)
+    assert all(sampling.temperature > 0 and sampling.top_p < 1 for sampling in profiling_plan(5, 2, [4]).new_rows)
 
 
 def test_the_profiling_step_runs_through_a_real_model(tmp_path):
@@ -149,7 +149,7 @@ def test_the_profiling_step_runs_through_a_real_model(tmp_path):
     formats = {"dtype": "float32", "device": "cpu", "block_size": 16, "kv_dtype": "float32"}
     spec = LlamaModel.spec_from_config(checkpoint.config, **formats)
     backends = [TorchSDPABackend(attention) for attention in spec.attention_specs]
-    config = KVCacheConfig(num_profiling_blocks(70, 4, 16), make_groups(spec.kv_cache_specs))
-    result = ModelRunner(model, backends, config, "cpu").run(profiling_plan(70, 4, 16))
+    config = KVCacheConfig(num_profiling_blocks(70, 4, [16]), make_groups(spec.kv_cache_specs))
+    result = ModelRunner(model, backends, config, "cpu").run(profiling_plan(70, 4, [16]))
     assert result.failed == [False] * 4
     assert all(0 <= token_id < spec.vocab_size for token_id in result.token_ids)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.core.batch import StepBatch
-from octavo.core.interfaces import AttentionBackend, AttentionSpec, FullAttentionSpec, Model, ModelSpec
+from octavo.core.interfaces import AttentionBackend, AttentionSpec, FullAttentionSpec, MLASpec, Model, ModelSpec
 from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup, make_groups
 from octavo.core.model_runner import ModelRunner, allocate_kv_cache
 from octavo.core.step_plan import RowSampling, StepPlan
@@ -361,7 +361,105 @@ def test_groups_share_one_buffer_a_slot_with_rows_for_the_largest_page():
     assert all(buffer.dtype == torch.uint8 and not buffer.any() for buffer in buffers)
 
 
+def test_layers_in_one_slot_lie_in_the_same_bytes_a_row_for_each_block():
+    # Pages of 32, 64 and 48 bytes; the last is no whole part of the largest, so that its rows end with idle bytes.
+    odd = FullAttentionSpec(4, num_kv_heads=3, head_dim=1, dtype="bfloat16")
+    groups = (KVCacheGroup(cache_spec(4), (0, 2, 5)), KVCacheGroup(cache_spec(8), (1, 4)), KVCacheGroup(odd, (3,)))
+    bound = {}
+
+    class BindingBackend(RecordingBackend):
+        def bind(self, rows, spec):
+            kv_cache = super().bind(rows, spec)
+            bound[len(bound)] = kv_cache
+            return kv_cache
+
+    bf16 = dataclasses.replace(attention_spec(4), num_query_heads=3, num_kv_heads=3, kv_dtype="bfloat16")
+    specs = [attention_spec(4), attention_spec(8), attention_spec(4), bf16, attention_spec(8), attention_spec(4)]
+    ModelRunner(SuccessorModel(6), [BindingBackend(spec) for spec in specs], KVCacheConfig(16, groups), "cpu")
+    # They are bound group by group, slot by slot.
+    caches = dict(zip((0, 2, 5, 1, 4, 3), bound.values(), strict=True))
+    assert caches[0].data_ptr() == caches[1].data_ptr() == caches[3].data_ptr()
+    assert caches[2].data_ptr() == caches[4].data_ptr()
+    assert len({caches[layer].data_ptr() for layer in (0, 2, 5)}) == 3
+    row_bytes = {layer: cache.stride(0) * cache.element_size() for layer, cache in caches.items()}
+    assert row_bytes == dict.fromkeys(range(6), 64)
+    # Block 7 is one group's at a time: what is written as group 1's shows in group 0's layer of the same slot alone.
+    caches[4][7] = 1.0
+    assert caches[2][7].any()
+    assert not any(caches[layer].any() for layer in (0, 1, 3, 5))
+    assert not caches[2][6].any()
+    assert not caches[2][8].any()
+
+
 def test_nothing_is_kept_for_gradients():
     runner, model, _ = make_runner()
     runner.run(make_plan([(0, [1], [1], True)]))
     assert model.could_record_gradients == [False]
+
+
+# -- latents ----------------------------------------------------------------------------------------------------
+
+
+class LatentModel(SuccessorModel):
+    """Attends to latents of five numbers, and one that carries the position, or to keys of four and values of three."""
+
+    key_dim, value_dim = 4, 3
+
+    def forward(self, batch):
+        num_tokens = len(batch.token_ids)
+        query, latents = torch.zeros(num_tokens, 1, self.key_dim), torch.zeros(num_tokens, 6)
+        return batch.latent_attention(0, query, latents, self)[:, 0]
+
+    def absorb(self, query):
+        return torch.zeros(len(query), 1, 6)
+
+    def project(self, attended):
+        return attended[..., :3]
+
+    def expand(self, latents, heads):
+        raise NotImplementedError
+
+
+class GatheringBackend(RecordingBackend):
+    can_gather = True
+
+    def attend(self, query, kv_cache, plan, *, sinks=None, return_lse=False):
+        return query[..., :5]
+
+    def gather(self, kv_cache, slots):
+        return torch.zeros(len(slots), 2)
+
+
+def latent_runner(backend_class):
+    spec = dataclasses.replace(attention_spec(4), head_dim=6, head_dim_v=5, value_is_key_prefix=True)
+    config = KVCacheConfig(64, make_groups([MLASpec(4, latent_dim=5, rope_dim=1, dtype="float32")]))
+    backend = backend_class(spec)
+    return ModelRunner(LatentModel(), [backend], config, "cpu"), backend
+
+
+def test_what_gather_returns_is_looked_at():
+    runner, _ = latent_runner(GatheringBackend)
+    with pytest.raises(TypeError) as error:
+        runner.run(make_plan([(0, range(9), [3, 4, 5], False)]))
+    assert str(error.value) == "gather returned torch.float32 (9, 2); it must return torch.float32 (9, 6)"
+    assert error.value.__notes__ == [f"in the attention backend {__name__}.GatheringBackend, layer 0"]
+
+
+def test_an_mla_layer_is_planned_for_the_rows_that_are_absorbed():
+    class Gathers(GatheringBackend):
+        def gather(self, kv_cache, slots):
+            self.calls.append(("gather", slots.tolist()))
+            return torch.zeros(len(slots), 6)
+
+    class Expands(LatentModel):
+        def expand(self, latents, heads):
+            return torch.zeros(len(latents), 1, 4), torch.zeros(len(latents), 1, 3)
+
+    runner, backend = latent_runner(Gathers)
+    runner.model = Expands()
+    runner.run(make_plan([(6, [1], [1, 2], False), (0, range(5), [3, 4], False)]))
+    (batch,) = backend.batches
+    assert batch.context_lens.tolist() == [7]
+    assert batch.slots.tolist() == [10]
+    assert [call for call in backend.calls if call[0] == "gather"] == [("gather", [12, 13, 14, 15, 16])]
+    assert backend.slots == [[10, 12, 13, 14, 15, 16]]

@@ -7,12 +7,13 @@ from array import array
 
 import numpy as np
 import pytest
+from hashing_engines import chunk, full, window
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.content_keys import ContentHasher, ContentKey
 from octavo.core.engine_core import EngineCore
-from octavo.core.interfaces import FullAttentionSpec, HashFunction
-from octavo.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit
+from octavo.core.interfaces import HashFunction
+from octavo.core.kv_cache_coordinator import PrefixHit, hash_unit_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.prefix_verifier import PrefixVerifier, VerifyingKVCacheManager, tolerance
@@ -23,7 +24,6 @@ from octavo.core.stats import EngineStats
 from octavo.core.step_plan import StepPlan
 from octavo.errors import StepError
 from octavo.hash_functions import Sha256, Sha256Cbor
-from octavo.kv_managers.full_attention import FullAttentionManager
 from octavo.request_queues import FCFSQueue, PriorityQueue
 from octavo.testing.engines import Finished, assert_nothing_leaks, collect, run_to_end
 from octavo.testing.hashing_runner import HashingRunner, expected_tokens
@@ -31,6 +31,7 @@ from octavo.testing.hashing_runner import HashingRunner, expected_tokens
 BLOCK_SIZE = 4
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
+ONE_GROUP = (full(BLOCK_SIZE),)
 
 
 class FourBits(Sha256):
@@ -55,6 +56,7 @@ def make_engine():
     def make(
         hash_function: HashFunction | None = None,
         *,
+        groups=ONE_GROUP,
         num_usable_blocks: int = 64,
         max_num_batched_tokens: int = 64,
         max_num_seqs: int = 8,
@@ -65,13 +67,15 @@ def make_engine():
         **options,
     ) -> tuple[EngineCore, HashingRunner]:
         pool = BlockPool(num_usable_blocks + 1)
-        spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_dim=1, dtype="float32")
-        managers = [FullAttentionManager(spec, pool, 0, max_num_seqs)]
-        hasher_class, manager_class = (
+        managers = [
+            manager_class(spec, pool, group_id, max_num_seqs) for group_id, (manager_class, spec) in enumerate(groups)
+        ]
+        hasher_class, kv_class = (
             (ContentHasher, VerifyingKVCacheManager) if is_verifying else (PrefixHasher, KVCacheManager)
         )
-        kv = manager_class(pool, managers, hasher_class(hash_function or Sha256(), BLOCK_SIZE, b"root of the tests"))
-        runner = runner_class(pool.num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+        hasher = hasher_class(hash_function or Sha256(), hash_unit_of(managers), b"root of the tests")
+        kv = kv_class(pool, managers, hasher, max_tokens_in_flight=max_num_batched_tokens)
+        runner = runner_class(pool.num_blocks, [spec for _, spec in groups], VOCAB_SIZE)
         scheduler = Scheduler(
             kv,
             FCFSQueue() if queue is None else queue,
@@ -360,7 +364,7 @@ def test_a_comparison_that_fails_is_a_step_that_failed(make_engine, async_schedu
 @pytest.mark.parametrize("is_small", [False, True], ids=["large", "small"])
 def test_under_random_traces_every_answer_is_the_cold_one(make_engine, is_small):
     """In a large pool blocks are corrupted while they are free. A small one has no room to verify all, so in none."""
-    all_stats = [run_trace(make_engine, seed, is_small) for seed in range(20)]
+    all_stats = [run_trace(make_engine, seed, is_small) for seed in range(14)]
     for name in (
         "verified_tokens",
         "verification_failures",
@@ -369,16 +373,34 @@ def test_under_random_traces_every_answer_is_the_cold_one(make_engine, is_small)
         assert sum(getattr(stats, name) for stats in all_stats) > 20, name
 
 
-def run_trace(make_engine, seed: int, is_small: bool) -> EngineStats:
+GROUPS = [
+    (full(4), window(4, 6)),
+    (full(4), window(6, 9)),
+    (window(4, 5), full(2), window(4, 9)),
+    (chunk(4, 8), full(8)),
+]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_under_random_traces_of_several_groups_every_answer_is_the_cold_one(make_engine, groups):
+    all_stats = [run_trace(make_engine, seed, False, groups=groups, num_usable_blocks=300) for seed in range(2)]
+    assert sum(stats.verified_tokens for stats in all_stats) > 20
+    assert sum(stats.verification_failures for stats in all_stats) > 2
+
+
+def run_trace(make_engine, seed: int, is_small: bool, **options) -> EngineStats:
     rng = random.Random(seed)
     has_priorities = seed % 3 == 0
     engine, runner = make_engine(
         FourBits() if seed % 4 == 0 else None,
-        num_usable_blocks=rng.choice([12, 16]) if is_small else 150,
-        max_num_batched_tokens=rng.choice([5, 9, 64]),
-        max_num_seqs=rng.choice([2, 6]),
-        queue=PriorityQueue() if has_priorities else None,
-        async_scheduling=seed % 2 == 1,
+        **{
+            "num_usable_blocks": rng.choice([12, 16]) if is_small else 150,
+            "max_num_batched_tokens": rng.choice([5, 9, 64]),
+            "max_num_seqs": rng.choice([2, 6]),
+            "queue": PriorityQueue() if has_priorities else None,
+            "async_scheduling": seed % 2 == 1,
+        }
+        | options,
     )
     prompts: dict[str, list[int]] = {}
     finished: dict[str, Finished] = {}
@@ -416,16 +438,6 @@ def test_a_hit_that_was_given_back_before_its_first_step_is_forgotten(make_engin
 # -- several groups ---------------------------------------------------------------------------------------------
 
 
-class TwoGroups(KVCacheCoordinator):
-    """Blocks of 2 and of 4 tokens; all but the last block of the second group is not needed by later tokens."""
-
-    def find_longest_cache_hit(self, keys, max_num_tokens: int) -> PrefixHit:
-        raise NotImplementedError
-
-    def cache_blocks(self, row: int, keys, num_tokens: int) -> list[int]:
-        return []
-
-
 class TwoGroupRunner:
     """A cache of token ids for each group, which looks at the tables as attention would.
 
@@ -456,12 +468,11 @@ class TwoGroupRunner:
 
 def two_groups(num_usable_blocks: int = 32):
     pool = BlockPool(num_usable_blocks + 1)
+    # In the second group a hit needs no more than the four tokens before its end.
     managers = [
-        FullAttentionManager(FullAttentionSpec(size, 1, 1, "float32"), pool, group_id, 2)
-        for group_id, size in enumerate((2, 4))
+        manager_class(spec, pool, group_id, 2) for group_id, (manager_class, spec) in enumerate((full(2), window(4, 5)))
     ]
-    kv = VerifyingKVCacheManager(pool, managers[:1], ContentHasher(Sha256(), 2, b"root"))
-    kv.coordinator = TwoGroups(managers)
+    kv = VerifyingKVCacheManager(pool, managers, ContentHasher(Sha256(), 2, b"root"))
     runner = TwoGroupRunner(pool.num_blocks)
     verifier = PrefixVerifier(kv, runner, max_num_batched_tokens=7, unused_row=2, tolerance=0.5)
     # What an earlier request left: 8 tokens in 4 blocks of the first group and, of the second, only the last of 2.
@@ -534,6 +545,44 @@ def test_free_blocks_are_counted_in_whole_blocks_of_every_group():
     assert kv.pool.num_free_blocks == 5
     assert verifier.verify(plan_of(7))
     assert vars(verifier.counters) == {"verified_tokens": 4, "unverified_tokens": 4, "verification_failures": 0}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    ("group_id", "token_ids", "num_cached"),
+    [
+        # Of 24 tokens that were found, in blocks of four and of six, a hit ends before the fault and with both.
+        (0, [4, 5, 6, 7], 0),
+        (0, [16, 17, 18, 19], 12),
+        (1, [12, 13, 14, 15, 16, 17], 12),
+        (1, [6, 7, 8, 9, 10, 11], 0),
+    ],
+)
+def test_what_a_fault_leaves_of_a_hit_is_whole_blocks_of_every_group(
+    make_engine, group_id, token_ids, num_cached, async_scheduling
+):
+    engine, runner = make_engine(groups=(full(4), full(6)), async_scheduling=async_scheduling)
+    answer(engine, range(30))
+    (block_id,) = [b for b in cached_blocks(engine) if runner.tokens_in(b) == token_ids]
+    runner.corrupt(block_id)
+    result = answer(engine, range(30), request_id="second")
+    assert (result.token_ids, result.num_cached_tokens) == (cold(range(30)), num_cached)
+    stats = engine.stats()
+    assert (stats.verified_tokens, stats.verification_failures) == (24 + num_cached, 1)
+    assert answer(engine, range(30)).num_cached_tokens == 24
+
+
+def test_where_a_window_lacks_what_a_shorter_hit_needs_a_fault_leaves_nothing_of_it(make_engine):
+    engine, runner = make_engine(groups=(full(4), window(4, 5)))
+    answer(engine, range(30))
+    pool = engine.scheduler.kv_cache_manager.pool
+    of_window = [b for (group_id, _), blocks in pool.cached_blocks().items() for b in blocks if group_id == 1]
+    # Of the window's group there is but the block before 28.
+    pool.forget_blocks([b for b in of_window if runner.tokens_in(b) != [24, 25, 26, 27]])
+    (block_id,) = [b for b in cached_blocks(engine) if runner.tokens_in(b) == [16, 17, 18, 19]]
+    runner.corrupt(block_id)
+    result = answer(engine, range(30), request_id="second")
+    assert (result.token_ids, result.num_cached_tokens) == (cold(range(30)), 0)
 
 
 def test_the_tolerance_is_that_of_the_coarsest_type():

@@ -7,7 +7,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.errors import InvalidRequestError, PluginBroken, PluginContractError, StepError
 from octavo.request_queues import FCFSQueue
 from octavo.testing.engines import Finished, assert_nothing_leaks, collect, make_hashing_engine, run_to_end
-from octavo.testing.hashing_runner import expected_tokens
+from octavo.testing.hashing_runner import UNWRITTEN, expected_tokens
 
 
 def greedy(max_tokens=8, **options):
@@ -116,7 +116,10 @@ def test_no_more_requests_run_than_there_are_slots(make_engine):
 
 def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused_with_both_numbers(make_engine):
     engine, _ = make_engine(7, 4, max_model_len=64)
-    with pytest.raises(InvalidRequestError, match=r"prompt of 40 tokens does not fit.*10 blocks.* has 7 \(28 tokens\)"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"prompt of 40 tokens does not fit.*10 blocks.* has 7 \(requests of up to 28 tokens\)",
+    ):
         engine.add_request("big", range(40), greedy())
     engine.add_request("small", range(5), greedy())
     assert_cold(run_to_end(engine)["small"], range(5), 8)
@@ -264,8 +267,7 @@ def test_a_victim_that_was_already_planned_in_this_step_leaves_no_keys_behind(ma
         collect(records, engine.step())
         for blocks in pool.cached_blocks().values():
             for block in blocks:
-                slots = runner._slots[block * 4 : block * 4 + 4]
-                assert (slots >= 0).all(), f"block {block} can be found, and nobody filled it"
+                assert UNWRITTEN not in runner.tokens_in(block), f"block {block} can be found, and nobody filled it"
     run_to_end(engine)
     for prompt in (range(4), range(100, 104)):
         longer = [*prompt, *expected_tokens(prompt, 16, 1000)]

@@ -328,8 +328,8 @@ def test_a_prompt_that_no_pool_of_this_size_could_hold_is_refused_with_both_numb
     with pytest.raises(InvalidRequestError) as caught:
         engine.add_request("big", range(40), greedy())
     assert str(caught.value) == (
-        "The prompt of 40 tokens does not fit: 40 tokens take 10 blocks, and the whole KV cache has 7 (28 tokens). "
-        "Shorten it, or give the engine more num_kv_blocks or kv_cache_memory_bytes."
+        "The prompt of 40 tokens does not fit: 40 tokens take 10 blocks, and the whole KV cache has 7 (requests of "
+        "up to 28 tokens). Shorten it, or give the engine more num_kv_blocks or kv_cache_memory_bytes."
     )
     assert caught.value.parameter == "prompt"
     assert counted(engine, "never_fitted", "added_requests", "waiting") == (1, 0, 0)
@@ -380,8 +380,8 @@ def test_the_llm_and_its_observers_say_why_one_waits_and_what_did_not_fit(site, 
     with pytest.raises(InvalidRequestError) as caught:
         llm.generate([7] * 33, use_tqdm=False)
     assert str(caught.value) == (
-        "The prompt of 33 tokens does not fit: 33 tokens take 9 blocks, and the whole KV cache has 8 (32 tokens). "
-        "Shorten it, or give the engine more num_kv_blocks or kv_cache_memory_bytes."
+        "The prompt of 33 tokens does not fit: 33 tokens take 9 blocks, and the whole KV cache has 8 (requests of "
+        "up to 32 tokens). Shorten it, or give the engine more num_kv_blocks or kv_cache_memory_bytes."
     )
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     llm.generate([[5] * 18, [6] * 14], params, use_tqdm=False)

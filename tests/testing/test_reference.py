@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 
 from octavo.testing.reference import News, ReferenceEngine, Refused
-from octavo.testing.reference_cache import FullAttention, ReferenceCache, ReferencePool, ReferenceRequest
+from octavo.testing.reference_attention import ChunkedLocal, FullAttention, SlidingWindow
+from octavo.testing.reference_cache import ReferenceCache, ReferencePool, ReferenceRequest
 
 
-def make_engine(num_usable_blocks: int, block_size: int, *, caching: bool = True, **options) -> ReferenceEngine:
-    """An engine whose requests all generate 1, 1, 1 ..."""
+def make_engine(
+    num_usable_blocks: int, *groups: int | FullAttention, caching: bool = True, in_flight: int = 1 << 30, **options
+) -> ReferenceEngine:
+    """An engine whose requests all generate 1, 1, 1 ... A group that is a number is full attention of such blocks."""
     pool = ReferencePool(num_usable_blocks + 1, caching=caching)
-    options = {"watermark": 0.0, **options}
-    return ReferenceEngine(ReferenceCache(pool, FullAttention(block_size)), lambda request: 1, **options)
+    attentions = [FullAttention(group) if isinstance(group, int) else group for group in groups]
+    cache = ReferenceCache(pool, *attentions, max_tokens_in_flight=in_flight)
+    return ReferenceEngine(cache, lambda request: 1, **{"watermark": 0.0, **options})
 
 
 def add(engine: ReferenceEngine, request_id: str, prompt, max_tokens: int = 1000, **options) -> ReferenceRequest:
@@ -33,19 +37,19 @@ def test_the_life_of_a_pool_of_ten_blocks():
     pool = engine.pool
     r0 = add(engine, "r0", range(100, 115), max_tokens=4)
     step(engine)
-    assert r0.table == [1, 2, 3, 4]
+    assert r0.tables == [[1, 2, 3, 4]]
     assert sorted(pool.content) == [1, 2, 3]
     step(engine)
     step(engine)
     assert (r0.computed, len(r0.tokens)) == (17, 18)
     assert sorted(pool.content) == [1, 2, 3, 4]
-    assert r0.table == [1, 2, 3, 4, 5]
+    assert r0.tables == [[1, 2, 3, 4, 5]]
 
     r1 = add(engine, "r1", [*range(100, 110), 1, 2, 3, 4], max_tokens=2)
     # Both have their next token in this step, and r0 its last.
     assert step(engine) == {"r0": 1, "r1": 6}
     assert r1.num_cached == 8
-    assert r1.table == [1, 2, 6, 7]
+    assert r1.tables == [[1, 2, 6, 7]]
     assert r0 not in engine.running
     assert pool.free == [5, 8, 9, 10, 4, 3]
     step(engine)
@@ -54,7 +58,7 @@ def test_the_life_of_a_pool_of_ten_blocks():
     r2 = add(engine, "r2", [*range(100, 112), *range(17)])
     step(engine)
     assert r2.num_cached == 12
-    assert r2.table == [1, 2, 3, 7, 5, 8, 9, 10]
+    assert r2.tables == [[1, 2, 3, 7, 5, 8, 9, 10]]
     assert pool.free == [4, 6]
     assert set(pool.free) < set(pool.content)
 
@@ -195,9 +199,9 @@ def test_the_least_urgent_request_gives_its_blocks_up_and_goes_on_where_it_was()
     step(engine)
     # Each needs a third block.
     assert step(engine) == {"first": 1}
-    assert (second.num_preemptions, len(second.tokens), second.table) == (1, 9, [])
+    assert (second.num_preemptions, len(second.tokens), second.tables) == (1, 9, [])
     # Its blocks were reused, the last one first.
-    assert [engine.pool.find(content) is not None for content in engine.cache.contents(second)] == [True, False]
+    assert [engine.pool.find(content) is not None for content in engine.cache.contents(second, 0)] == [True, False]
     while engine.running + engine.waiting:
         step(engine)
     assert len(second.tokens) == 12
@@ -313,31 +317,187 @@ def test_a_reset_takes_the_blocks_of_running_requests_if_it_is_to():
     assert request.num_cached == 0
 
 
-class Window(FullAttention):
-    """A token reads itself and the four before it; a block has two."""
+# -- several groups, and blocks that are given back ------------------------------------------------------------------
 
-    def unread_blocks(self, num_computed):
-        return range(max(num_computed - 4, 0) // 2)
 
-    def longest_prefix(self, is_cached):
-        ends = range(len(is_cached), 0, -1)
-        return next((end for end in ends if all(is_cached[max(end - 2, 0) : end])), 0)
+def run(engine: ReferenceEngine, request_id: str, prompt, max_tokens: int = 1, **options) -> ReferenceRequest:
+    """Run a request to its end."""
+    request = add(engine, request_id, prompt, max_tokens, **options)
+    while request in engine.running + engine.waiting:
+        step(engine)
+    return request
+
+
+def evict_what_is_unlikely_to_be_found(engine: ReferenceEngine) -> None:
+    engine.pool.forget(sorted(engine.pool.unlikely))
+
+
+def found(engine: ReferenceEngine) -> list[list[int]]:
+    """Return, by group, the ends of the blocks that can be found, in tokens. For one request without a salt."""
+    contents = sorted((group, len(tokens)) for group, _, tokens in engine.pool.content.values())
+    return [[end for number, end in contents if number == group] for group in range(len(engine.cache.attentions))]
 
 
 def test_a_window_needs_the_blocks_that_it_reads_and_gives_the_others_back():
-    engine = ReferenceEngine(ReferenceCache(ReferencePool(11), Window(2)), lambda request: 1, watermark=0.0)
+    # A token reads itself and the four before it.
+    engine = make_engine(10, SlidingWindow(2, 5))
     first = add(engine, "first", range(9), max_tokens=4)
     step(engine)
-    assert first.table == [1, 2, 3, 4, 5]
+    assert first.tables == [[1, 2, 3, 4, 5]]
     step(engine)
-    assert first.table == [0, 0, 3, 4, 5]
-    assert engine.pool.free == [6, 7, 8, 9, 10, 2, 1]
+    # After nine tokens the last possible hit is at 8, and reads from 4 on. That is the prompt's end, too.
+    assert first.tables == [[0, 0, 3, 4, 5]]
+    # The two can be found, but who looks for a prompt of two or four tokens?
+    assert found(engine) == [[2, 4, 6, 8, 10]]
+    assert engine.pool.soon == [6, 7, 8, 9, 10, 2, 1]
     # Others use up all but the last of what was given back.
     engine.pool.give_back(engine.pool.allocate(6))
-    assert engine.pool.find((None, (0, 1))) == 1
-    assert engine.pool.find((None, (0, 1, 2, 3))) is None
+    assert found(engine) == [[2, 6, 8, 10]]
     second = add(engine, "second", range(9))
     step(engine)
     assert second.num_cached == 8
     # 6 went to the first one in this step.
-    assert second.table == [0, 0, 3, 4, 7]
+    assert second.tables == [[0, 0, 3, 4, 7]]
+
+
+def test_what_is_likely_to_be_found_is_handed_out_last():
+    engine = make_engine(8, SlidingWindow(2, 3))
+    first = add(engine, "first", range(7), max_tokens=6)
+    for _ in range(4):
+        step(engine)
+    # A hit at the end of the prompt, at 6, reads the block before it. It came back after those that nobody looks for.
+    assert first.tables == [[0, 0, 0, 4, 5]]
+    assert (engine.pool.soon, engine.pool.late) == ([6, 7, 8, 2, 1], [3])
+
+
+def test_the_first_chunk_is_given_back_in_the_step_after_the_one_that_read_it():
+    # Window 4, blocks of one token.
+    engine = make_engine(30, SlidingWindow(1, 4), max_num_batched_tokens=8, in_flight=8)
+    request = add(engine, "a", range(16))
+    step(engine)
+    assert request.tables == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    step(engine)
+    assert request.tables[0][:9] == [0, 0, 0, 0, 0, 6, 7, 8, 9]
+
+
+def test_a_window_of_eight_tokens_in_blocks_of_four_holds_three_blocks_while_it_generates():
+    engine = make_engine(20, SlidingWindow(4, 8), max_num_batched_tokens=16, in_flight=1)
+    request = add(engine, "a", range(16), max_tokens=100)
+    step(engine)
+    held = []
+    while request in engine.running:
+        step(engine)
+        held.append(len(request.blocks))
+    assert max(held) == 3
+    assert engine.cache.most_blocks(1000) == [3]
+
+
+def test_a_chunk_goes_as_a_whole_when_the_next_one_begins():
+    engine = make_engine(20, ChunkedLocal(2, 6))
+    request = add(engine, "a", range(5), max_tokens=4)
+    step(engine)
+    step(engine)
+    assert (request.computed, request.tables) == (6, [[1, 2, 3]])
+    step(engine)
+    assert request.tables == [[0, 0, 0, 4]]
+
+
+def test_a_chunk_that_nothing_was_computed_of_needs_nothing():
+    engine = make_engine(20, ChunkedLocal(2, 6))
+    request = add(engine, "a", range(15))
+    assert step(engine) == {"a": 3}
+    assert (request.num_cached, request.tables) == (12, [[0, 0, 0, 0, 0, 0, 1, 2]])
+
+
+def test_blocks_of_four_and_six_tokens_are_found_in_twelves():
+    engine = make_engine(30, 4, 6)
+    first = run(engine, "first", range(31))
+    assert found(engine) == [[4, 8, 12, 16, 20, 24], [6, 12, 18, 24]]
+    second = add(engine, "second", [*range(30), 7, 7])
+    step(engine)
+    assert (first.num_cached, second.num_cached) == (0, 24)
+    assert [len(table) for table in second.tables] == [8, 6]
+
+
+def test_a_hit_is_as_long_as_every_group_supports():
+    engine = make_engine(40, 2, SlidingWindow(2, 5), ChunkedLocal(2, 8))
+    run(engine, "first", range(21))
+    evict_what_is_unlikely_to_be_found(engine)
+    # Of the window's group and of the chunk's there is what a hit at 20 needs.
+    assert found(engine) == [[*range(2, 21, 2)], [18, 20], [18, 20]]
+    # At 16 a chunk begins, and the full group has all. The window's would need 14 and 16; at 0 it needs nothing.
+    hit = engine.cache.find_hit(ReferenceRequest("second", [*range(17), 5], 1))
+    assert (hit.num_tokens, hit.junction) == (0, 16)
+    hit = engine.cache.find_hit(ReferenceRequest("third", list(range(21)), 1))
+    assert (hit.num_tokens, hit.junction) == (20, 20)
+    assert [table.count(0) for table in hit.tables] == [0, 8, 8]
+
+
+@pytest.mark.parametrize(("is_memory_short", "expected"), [(False, [0, 10, 10]), (True, [0, 0, 10])])
+def test_a_branch_is_found_at_once_or_where_memory_is_short_by_the_third(is_memory_short, expected):
+    engine = make_engine(200, 2, SlidingWindow(2, 5))
+    prompt = list(range(30))
+    cached = []
+    for number in (50, 51, 52):
+        cached.append(run(engine, str(number), [*prompt[:11], number, *prompt]).num_cached)
+        if is_memory_short:
+            evict_what_is_unlikely_to_be_found(engine)
+    # Where the second one finds ten tokens in one group alone, it leaves behind what the other one lacks there.
+    assert cached == expected
+
+
+def test_what_a_waiting_request_shares_with_a_prompt_under_way_is_kept_for_it():
+    engine = make_engine(100, 2, SlidingWindow(2, 5), max_num_batched_tokens=4, in_flight=4)
+    add(engine, "first", range(30))
+    step(engine)
+    second = add(engine, "second", [*range(11), 7], max_tokens=1)
+    while second in engine.running + engine.waiting:
+        step(engine)
+        evict_what_is_unlikely_to_be_found(engine)
+    assert second.num_cached == 10
+
+
+def test_a_conversation_finds_all_of_the_turn_before():
+    engine = make_engine(200, 16, SlidingWindow(16, 33), max_model_len=2000, max_num_batched_tokens=256)
+    turn = run(engine, "one", range(100), max_tokens=60)
+    assert (len(turn.tokens), turn.num_cached) == (160, 0)
+    evict_what_is_unlikely_to_be_found(engine)
+    again = run(engine, "two", [*turn.tokens, *range(50)])
+    # Its last token was not computed.
+    assert again.num_cached == 144
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_is_given_back_is_likely_to_be_found_only_where_somebody_else_holds_it(is_shared):
+    engine = make_engine(60, SlidingWindow(2, 5))
+    first = add(engine, "first", range(5), max_tokens=20)
+    for _ in range(5):
+        step(engine)
+    assert first.computed == 9
+    block = first.tables[0][2]
+    if is_shared:
+        second = add(engine, "second", first.tokens[:9], max_tokens=20)
+    step(engine)
+    if is_shared:
+        assert second.tables == [[0, 0, block, first.tables[0][3], 6]]
+    step(engine)
+    # A hit at the end of its prompt, at 4, does not need what it gave back now.
+    assert (first.tables[0][2], block in engine.pool.unlikely) == (0, not is_shared)
+
+
+@pytest.mark.parametrize(
+    ("groups", "in_flight", "num_tokens", "most"),
+    [
+        ([16, SlidingWindow(16, 64)], 128, 1024, [64, 13]),
+        ([SlidingWindow(4, 8)], 1, 1000, [3]),
+        # What lies behind the last hit, up to eleven tokens, counts as in flight.
+        ([4, SlidingWindow(6, 8)], 1, 1000, [250, 5]),
+        ([ChunkedLocal(4, 8)], 1, 1000, [2]),
+        # A chunk may begin in the middle of a block, behind two tokens.
+        ([ChunkedLocal(4, 6)], 1, 1000, [2]),
+        ([ChunkedLocal(4, 6)], 2, 1000, [3]),
+        ([4, ChunkedLocal(4, 64)], 8, 20, [5, 5]),
+    ],
+)
+def test_the_most_blocks_of_a_request(groups, in_flight, num_tokens, most):
+    assert make_engine(10, *groups, in_flight=in_flight).cache.most_blocks(num_tokens) == most

@@ -3,8 +3,14 @@
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from octavo.core.interfaces.hash_function import Encoding, HashFunction
 from octavo.core.interfaces.kv_cache_manager import BlockSource, SingleTypeKVCacheManager
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec, Tokenizer
+from octavo.core.interfaces.kv_cache_spec import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLASpec,
+    SlidingWindowSpec,
+)
+from octavo.core.interfaces.model import Checkpoint, ForwardBatch, LatentProjection, Model, ModelSpec, Tokenizer
 from octavo.core.interfaces.request_queue import QueuedRequest, RequestQueue
 from octavo.core.interfaces.version import CONTRACT_VERSION
 
@@ -15,15 +21,19 @@ __all__ = [
     "AttentionSpec",
     "BlockSource",
     "Checkpoint",
+    "ChunkedLocalSpec",
     "Encoding",
     "ForwardBatch",
     "FullAttentionSpec",
     "HashFunction",
     "KVCacheSpec",
+    "LatentProjection",
+    "MLASpec",
     "Model",
     "ModelSpec",
     "QueuedRequest",
     "RequestQueue",
     "SingleTypeKVCacheManager",
+    "SlidingWindowSpec",
     "Tokenizer",
 ]

@@ -3,6 +3,7 @@
     plan(batch) ──────────────► Plan                       once per step and KV-cache group
     write(k, v, kv_cache, slots)                           once per layer, before
     attend(q, kv_cache, plan) ► output                     once per layer
+    gather(kv_cache, slots) ──► keys                       optional, for MLA: see `can_gather`
 
 A backend sees tokens, blocks and slots. It never sees a request.
 """
@@ -155,6 +156,9 @@ class AttentionBackend(ABC):
     # Whether `attend` in a layer sees everything that `write` stored for the same step, of all rows. Then one
     # request may read blocks that another one fills in the same step.
     writes_before_reads: ClassVar[bool] = True
+    # Whether the class has a `gather` for specs with `value_is_key_prefix`. An MLA layer may then compute long prompts
+    # with full keys and values; without it, every query attends to the latents.
+    can_gather: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -230,3 +234,17 @@ class AttentionBackend(ABC):
             [num_tokens, num_query_heads]
             The result belongs to the caller: a later call must not change it.
         """
+
+    def gather(self, kv_cache: Any, slots: Tensor) -> Tensor:
+        """Return keys that `write` stored, in a layer with `value_is_key_prefix`. Only called with `can_gather`.
+
+        It is the reverse of `write`, and like it needs no plan: a step plans only the rows that it attends to.
+
+        Args:
+            kv_cache: What `bind` returned for this layer.
+            slots: block * block_size + offset, int64; none is -1. [num_keys]
+
+        Returns:
+            A tensor of the caller's, in `AttentionSpec.dtype`. [num_keys, head_dim]
+        """
+        raise NotImplementedError(f"{type(self).__name__} sets can_gather and has no gather")

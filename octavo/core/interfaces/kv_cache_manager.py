@@ -75,6 +75,9 @@ class SingleTypeKVCacheManager(ABC):
     contract_version: ClassVar[int]
     Options: ClassVar[type[Any] | None] = None
     serves: ClassVar[type[KVCacheSpec]]
+    # Whether each beginning of a usable prefix is usable too, because all of its blocks are read. Then a longer answer
+    # of `longest_prefix` holds for every shorter prefix, and `skipped_blocks` never names any.
+    shorter_prefixes_hold: ClassVar[bool] = False
 
     def __init__(self, spec: KVCacheSpec, pool: BlockSource, group_id: int, num_rows: int) -> None:
         self.spec = spec
@@ -191,7 +194,7 @@ class SingleTypeKVCacheManager(ABC):
         table = self.block_tables[row]
         removed = []
         # From the right, up to the first null entry: what is left of it was removed before.
-        for index in reversed(skipped[: int(self.num_blocks[row])]):
+        for index in reversed(range(skipped.start, min(skipped.stop, int(self.num_blocks[row])))):
             if table[index] == NULL_BLOCK:
                 break
             removed.append(int(table[index]))

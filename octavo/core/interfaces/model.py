@@ -71,6 +71,58 @@ class Checkpoint(Protocol):
         """Return the tokenizer. CheckpointError when there is none."""
 
 
+class LatentProjection(Protocol):
+    """The way between the latents that an MLA layer keeps and its heads' keys and values.
+
+    With K and V the matrices that make a head's key and value of a latent c, both of these are the same attention:
+
+        expanded    scores  query · (K c)             output  sum of weight * (V c)
+        absorbed    scores  (Kᵀ query) · c            output  V (sum of weight * c)
+
+    What carries positions is beside all this: the last `rope_dim` numbers of a query and of what is kept of a token,
+    which are the last of every head's key too.
+    """
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers in a head's query and key, those for positions included."""
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers in a head's value."""
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Bring queries to where the latents are.
+
+        Args:
+            query: [num_tokens, num_query_heads, key_dim]
+
+        Returns:
+            [num_tokens, num_query_heads, latent_dim + rope_dim]
+        """
+
+    def project(self, attended: Tensor) -> Tensor:
+        """Bring sums of latents to where the values are.
+
+        Args:
+            attended: [num_tokens, num_query_heads, latent_dim]
+
+        Returns:
+            [num_tokens, num_query_heads, value_dim]
+        """
+
+    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Make some heads' keys and values of what is kept.
+
+        Args:
+            latents: [num_keys, latent_dim + rope_dim]
+            heads: Which of the heads.
+
+        Returns:
+            Keys, [num_keys, num_heads, key_dim], and values, [num_keys, num_heads, value_dim].
+        """
+
+
 class ForwardBatch(Protocol):
     """One step, as a model sees it."""
 
@@ -96,6 +148,20 @@ class ForwardBatch(Protocol):
 
         Returns:
             [num_tokens, num_query_heads, head_dim_v]
+        """
+
+    def latent_attention(self, layer: int, query: Tensor, latents: Tensor, projection: LatentProjection) -> Tensor:
+        """Store what an MLA layer keeps of each token, then attend, whichever way is the cheaper for a row.
+
+        Args:
+            layer: Index into what the model's `attention_specs` returned. Its spec describes the attention to latents:
+                one KV head of latent_dim + rope_dim numbers, the first latent_dim of them being the value.
+            query: [num_tokens, num_query_heads, projection.key_dim]
+            latents: The new tokens' normalised latents and rotated position keys. [num_tokens, latent_dim + rope_dim]
+            projection: This layer's.
+
+        Returns:
+            [num_tokens, num_query_heads, projection.value_dim]
         """
 
 

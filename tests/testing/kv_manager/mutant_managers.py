@@ -6,7 +6,7 @@ from fake_managers import WindowManager, WindowSpec
 
 from octavo.core.interfaces import CONTRACT_VERSION, KVCacheSpec, SingleTypeKVCacheManager
 from octavo.testing import conformance
-from octavo.testing.kv_manager import rules, suite
+from octavo.testing.kv_manager import questions, rules, suite
 
 MUTANTS = []
 
@@ -22,32 +22,32 @@ def breaks(rule):
 # -- the three questions ----------------------------------------------------------------------------------------
 
 
-@breaks(suite.SKIPPED_IS_NOT_READ)
+@breaks(questions.SKIPPED_IS_NOT_READ)
 class DropsABlockTooMany(WindowManager):
     def skipped_blocks(self, num_computed_tokens):
         return range(super().skipped_blocks(num_computed_tokens + 1).stop)
 
 
-@breaks(suite.SKIPPED_IS_NOT_READ)
+@breaks(questions.SKIPPED_IS_NOT_READ)
 class CountsFromTheEnd(WindowManager):
     def skipped_blocks(self, num_computed_tokens):
         return range(-1, super().skipped_blocks(num_computed_tokens).stop)
 
 
-@breaks(suite.SKIPPED_IS_NOT_READ)
+@breaks(questions.SKIPPED_IS_NOT_READ)
 class StartsBelowNothing(WindowManager):
     def skipped_blocks(self, num_computed_tokens):
         return super().skipped_blocks(num_computed_tokens) or range(-1, -1)
 
 
-@breaks(suite.ANSWERS_ARE_INTS)
+@breaks(questions.ANSWERS_ARE_INTS)
 class BoundsInFloats(WindowManager):
     @classmethod
     def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
         return float(super().max_blocks_per_request(spec, max_model_len, max_tokens_in_flight))
 
 
-@breaks(suite.BOUND_IS_MONOTONE)
+@breaks(questions.BOUND_IS_MONOTONE)
 class NeedsLessFarOut(WindowManager):
     @classmethod
     def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
@@ -103,32 +103,32 @@ class ForgetsThatAStepBeginsInsideABlock(WindowManager):
         return -(-min(spec.window - 1 + max_tokens_in_flight, max_model_len) // spec.block_size) + 1
 
 
-@breaks(suite.BOUND_IS_MONOTONE)
+@breaks(questions.BOUND_IS_MONOTONE)
 class NeedsLessForMore(WindowManager):
     @classmethod
     def max_blocks_per_request(cls, spec, max_model_len, max_tokens_in_flight):
         return super().max_blocks_per_request(spec, max_model_len, max_tokens_in_flight) + (max_model_len == 9)
 
 
-@breaks(suite.QUIET_IS_QUIET)
+@breaks(questions.QUIET_IS_QUIET)
 class SleepsThroughAFullBlock(WindowManager):
     def quiet_until(self, num_tokens):
         return num_tokens + self.block_size - num_tokens % self.block_size
 
 
-@breaks(suite.QUIET_IS_QUIET)
+@breaks(questions.QUIET_IS_QUIET)
 class SleepsForATokenTooLong(WindowManager):
     def quiet_until(self, num_tokens):
         return super().quiet_until(num_tokens) + (num_tokens % 5 == 0)
 
 
-@breaks(suite.QUIET_IS_QUIET)
+@breaks(questions.QUIET_IS_QUIET)
 class WakesUpBeforeItSleeps(WindowManager):
     def quiet_until(self, num_tokens):
         return super().quiet_until(num_tokens) - 2 * (num_tokens % 7 == 0)
 
 
-@breaks(suite.QUESTIONS_ARE_PURE)
+@breaks(questions.QUESTIONS_ARE_PURE)
 class AnswersByTurns(WindowManager):
     turn = 0
 
@@ -137,36 +137,51 @@ class AnswersByTurns(WindowManager):
         return range(super().skipped_blocks(num_computed_tokens).stop * (self.turn % 2))
 
 
-@breaks(suite.TABLE_COVERS_TOKENS)
+@breaks(questions.TABLE_COVERS_TOKENS)
 class CountsFullBlocksOnly(WindowManager):
     def num_blocks_needed(self, num_tokens):
         return num_tokens // self.block_size
 
 
-@breaks(suite.PREFIX_IS_LONGEST)
+@breaks(questions.PREFIX_IS_LONGEST)
 class ContentWithAShorterRun(WindowManager):
     def longest_prefix(self, is_cached, max_blocks, alignment_blocks):
         return next((end for end in range(max_blocks, 0, -1) if end % alignment_blocks == 0 and is_cached(end - 1)), 0)
 
 
-@breaks(suite.PREFIX_IS_LONGEST)
+@breaks(questions.PREFIX_IS_LONGEST)
 class LooksFromTheLeftOnly(WindowManager):
     def longest_prefix(self, is_cached, max_blocks, alignment_blocks):
         count = next((block for block in range(max_blocks) if not is_cached(block)), max_blocks)
         return count - count % alignment_blocks
 
 
-@breaks(suite.PREFIX_IS_LONGEST)
+@breaks(questions.PREFIX_IS_LONGEST)
 class IgnoresTheAlignment(WindowManager):
     def longest_prefix(self, is_cached, max_blocks, alignment_blocks):
         return super().longest_prefix(is_cached, max_blocks, 1)
 
 
-@breaks(suite.PREFIX_ASKS_WITHIN)
+@breaks(questions.PREFIX_ASKS_WITHIN)
 class AsksPastTheLimit(WindowManager):
     def longest_prefix(self, is_cached, max_blocks, alignment_blocks):
         is_cached(max_blocks)
         return super().longest_prefix(is_cached, max_blocks, alignment_blocks)
+
+
+@breaks(questions.SHORTER_PREFIXES_HOLD)
+class SaysThatNothingIsSkipped(WindowManager):
+    shorter_prefixes_hold = True
+
+
+@breaks(questions.SHORTER_PREFIXES_HOLD)
+class SaysThatShorterPrefixesHold(WindowManager):
+    """Skips nothing, and needs no more than a window for a hit."""
+
+    shorter_prefixes_hold = True
+
+    def skipped_blocks(self, num_computed_tokens):
+        return range(0)
 
 
 # -- finding and adopting ---------------------------------------------------------------------------------------
@@ -375,7 +390,7 @@ class StatesNoVersion(SingleTypeKVCacheManager):
         return 0
 
 
-@breaks(suite.SERVES_A_SPEC)
+@breaks(questions.SERVES_A_SPEC)
 class ServesNothing(WindowManager):
     serves = None
 

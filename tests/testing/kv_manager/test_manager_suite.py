@@ -15,7 +15,8 @@ from octavo.kv_managers.full_attention import FullAttentionManager
 from octavo.testing import KVCacheManagerSuite
 from octavo.testing.conformance import RuleBroken, SuiteMisusedError
 from octavo.testing.kv_manager import suite as manager_suite
-from octavo.testing.kv_manager.suite import PREFIX_IS_LONGEST, SPECS_ARE_VALUES, TRACE_LENGTH
+from octavo.testing.kv_manager.questions import PREFIX_IS_LONGEST, SPECS_ARE_VALUES
+from octavo.testing.kv_manager.suite import TRACE_LENGTH
 
 WINDOWS = (WindowSpec(4, 10), WindowSpec(1, 3))
 
