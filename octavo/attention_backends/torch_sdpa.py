@@ -28,6 +28,7 @@ class TorchSDPABackend(AttentionBackend):
     """
 
     contract_version = 1
+    can_gather = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         """Raise PluginUnsuitable when `cannot_serve` names a reason."""
@@ -188,6 +189,19 @@ class TorchSDPABackend(AttentionBackend):
                 )
             output[unit.tokens] = _by_token(result[..., : self.spec.head_dim_v], unit).to(output.dtype)
         return output if lse is None else (output, lse)
+
+    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        """Copy stored keys out of their pages, converted to `dtype`.
+
+        Args:
+            kv_cache: What `bind` returned for this layer.
+            slots: block * block_size + offset, int64; none is -1. [num_keys]
+
+        Returns:
+            [num_keys, head_dim]
+        """
+        block_size = self.spec.block_size
+        return kv_cache[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size].to(self._dtype)
 
     def _keys_and_values(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Return views of the keys, and of the values if they are stored.

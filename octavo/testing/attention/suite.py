@@ -20,12 +20,13 @@ import pytest
 from octavo.core.interfaces.attention import AttentionBackend
 from octavo.testing.attention.declarations import DeclarationTests
 from octavo.testing.attention.exercise import AttentionExercise, abilities_of, own
+from octavo.testing.attention.gathering import GatherTests
 from octavo.testing.attention.memory import MemoryTests
 from octavo.testing.attention.numbers import NumberTests
 
 
 @own
-class AttentionBackendSuite(DeclarationTests, NumberTests, MemoryTests):
+class AttentionBackendSuite(DeclarationTests, NumberTests, MemoryTests, GatherTests):
     """Every promise of `AttentionBackend`, each tried with each ability that the backend declares.
 
     Set `backend`. What else can be set is in `AttentionExercise`:

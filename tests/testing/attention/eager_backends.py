@@ -16,6 +16,7 @@ class Eager(AttentionBackend):
     """One row at a time, dense, in float64."""
 
     contract_version = 1
+    can_gather = True
 
     @classmethod
     def cannot_serve(cls, spec: AttentionSpec) -> list[str]:
@@ -43,6 +44,10 @@ class Eager(AttentionBackend):
         else:
             kv_cache[block, 0, offset] = key[is_stored].to(kv_cache.dtype)
             kv_cache[block, 1, offset] = value[is_stored].to(kv_cache.dtype)
+
+    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        return kv_cache[slots // self.spec.block_size, slots % self.spec.block_size].to(dtype)
 
     def attend(
         self,

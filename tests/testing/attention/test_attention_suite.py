@@ -518,6 +518,43 @@ class WritesAfterItReads(Eager):
         return AttentionBatch(**{**vars(batch), "block_table": table})
 
 
+class GathersInTheCachesDtype(Eager):
+    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        return kv_cache[slots // self.spec.block_size, slots % self.spec.block_size]
+
+
+class GathersSorted(Eager):
+    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        return super().gather(kv_cache, slots.sort().values)
+
+
+class GathersIntoOneTensor(Eager):
+    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        gathered = super().gather(kv_cache, slots)
+        self.scratch = getattr(self, "scratch", torch.empty_like(gathered))
+        return self.scratch[: len(gathered)].copy_(gathered)
+
+
+class GathersSlotsOf16Bits(Eager):
+    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        return super().gather(kv_cache, slots.to(torch.int32) & 0xFFFF)
+
+
+class PromisesToGather(AttentionBackend):
+    contract_version = 1
+    can_gather = True
+    cannot_serve = Eager.cannot_serve
+    knows = Eager.knows
+    plan = Eager.plan
+    write = Eager.write
+    is_stored = Eager.is_stored
+    attend = Eager.attend
+
+
+GATHERED = "test_gathered_keys_are_those_that_were_written"
+FAR_BACK = "test_many_keys_are_gathered_from_far_back_in_a_large_cache"
+
+
 @pytest.mark.parametrize(
     ("mutant", "ability", "test", "words"),
     [
@@ -581,6 +618,11 @@ class WritesAfterItReads(Eager):
         (AttendsIntoOneTensor, "plain", "test_a_later_call_leaves_earlier_results_as_they_were", "belongs to the"),
         (ProductsInQueryDtype, "float16+small_scale", "test_large_queries_do_not_overflow", "nan instead of"),
         (WritesAfterItReads, "plain", "test_a_row_reads_what_another_writes_in_the_same_step", "the output differs"),
+        (GathersInTheCachesDtype, "value_is_key_prefix+bfloat16_cache", GATHERED, "gather returned torch.bfloat16"),
+        (GathersSorted, "value_is_key_prefix", GATHERED, "gathered keys are not those that were written"),
+        (GathersSlotsOf16Bits, "value_is_key_prefix", FAR_BACK, "gathered keys are not those that were written"),
+        (GathersIntoOneTensor, "value_is_key_prefix", "test_what_was_gathered_is_the_callers", "gathered keys are not"),
+        (PromisesToGather, "value_is_key_prefix", GATHERED, "PromisesToGather sets can_gather and has no gather"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -599,6 +641,14 @@ def test_who_says_that_writes_come_later_is_not_held_to_it() -> None:
 
     with pytest.raises(pytest.skip.Exception, match="Honest sets writes_before_reads to False"):
         reproduce(Honest, test="test_a_row_reads_what_another_writes_in_the_same_step")
+
+
+def test_who_does_not_gather_is_not_asked_to() -> None:
+    class Modest(Eager):
+        can_gather = False
+
+    with pytest.raises(pytest.skip.Exception, match="Modest sets can_gather to False"):
+        reproduce(Modest, "value_is_key_prefix", test=GATHERED)
 
 
 # --- Mistakes in what a backend says about itself.
