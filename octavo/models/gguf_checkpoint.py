@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.models import gguf_gemma
 from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_keys import ArchitectureKeys
+from octavo.models.unserved import refuse_unserved
 
 if TYPE_CHECKING:
     from octavo.core.interfaces.model import Tokenizer
 
 # GGUF architecture -> Hugging Face model_type. "llama" covers Llama and Mistral.
-SUPPORTED_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+SUPPORTED_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"} | gguf_gemma.ARCHITECTURES
 
 _LAYER_MODULES = {
     "attn_norm": "input_layernorm",
@@ -42,47 +43,9 @@ _OTHER_TENSORS = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
-# Keys under the architecture's name that this reader turns into the config ...
-_CONFIG_KEYS = frozenset(
-    {
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.attn_factor",
-        "rope.scaling.yarn_log_multiplier",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-    }
-)
-# ... keys that say nothing about the arithmetic ...
-_SILENT_KEYS = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "expert_used_count", "pooling_type"})
-# ... and keys that may be there with the one value at which they change nothing. Any other key is refused.
-_NEUTRAL_VALUES = {
-    "attention.causal": True,
-    "expert_count": 0,
-    "leading_dense_block_count": 0,
-    "logit_scale": 1.0,
-    "use_parallel_residual": False,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-}
-
 
 class GGUFCheckpoint:
-    """One GGUF file of a Llama, Mistral, Qwen2 or Qwen3 model.
+    """One GGUF file of a Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3 model.
 
     Raises:
         CheckpointError: The file is broken, or lacks something that the config needs.
@@ -130,6 +93,8 @@ class GGUFCheckpoint:
             return _undo_rope_permutation(tensor, self._config["num_attention_heads"], name)
         if self._architecture == "llama" and ".self_attn.k_proj." in name:
             return _undo_rope_permutation(tensor, self._config["num_key_value_heads"], name)
+        if self._is_gemma and name.endswith("norm.weight"):
+            return gguf_gemma.undo_norm_shift(tensor)
         return tensor
 
     def tokenizer(self) -> Tokenizer:
@@ -137,9 +102,14 @@ class GGUFCheckpoint:
 
         return tokenizer_from_gguf(self.path, self._file.metadata)
 
+    @property
+    def _is_gemma(self) -> bool:
+        return self._architecture in gguf_gemma.ARCHITECTURES
+
     def _check_architecture(self) -> str:
         architecture = self._file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
+            refuse_unserved(f"{self.path}", {"model_type": architecture})
             raise UnsupportedModelError(
                 f"{self.path} holds a model of the architecture {architecture!r}. GGUF files of these architectures "
                 f"can be run: {', '.join(SUPPORTED_ARCHITECTURES)}. Others may run from a folder with config.json and "
@@ -155,15 +125,16 @@ class GGUFCheckpoint:
 
     def _map_tensor_names(self) -> dict[str, str]:
         """Return each tensor's Hugging Face name and the name in the file."""
+        modules = _LAYER_MODULES | (gguf_gemma.LAYER_MODULES if self._is_gemma else {})
         sources: dict[str, str] = {}
         unknown: list[str] = []
         for source in self._file.tensors:
             layer_tensor = _LAYER_TENSOR.fullmatch(source)
             if source in _OTHER_TENSORS:
                 sources[_OTHER_TENSORS[source]] = source
-            elif layer_tensor and layer_tensor[2] in _LAYER_MODULES:
+            elif layer_tensor and layer_tensor[2] in modules:
                 layer, module, kind = layer_tensor.groups()
-                sources[f"model.layers.{layer}.{_LAYER_MODULES[module]}.{kind}"] = source
+                sources[f"model.layers.{layer}.{modules[module]}.{kind}"] = source
             elif source != _ROPE_FACTORS:
                 unknown.append(source)
         if unknown:
@@ -175,8 +146,8 @@ class GGUFCheckpoint:
 
     def _read_config(self) -> dict[str, Any]:
         """Return the equivalent of a Hugging Face config.json."""
-        keys = _ArchitectureKeys(self.path, self._architecture, self._file.metadata)
-        keys.refuse_unknown()
+        keys = ArchitectureKeys(self.path, self._architecture, self._file.metadata)
+        keys.refuse_unknown(gguf_gemma.KEYS if self._is_gemma else ())
         num_heads = keys.integer("attention.head_count")
         hidden_size = keys.integer("embedding_length")
         head_dim = keys.integer("attention.key_length", default=hidden_size // max(num_heads, 1))
@@ -203,6 +174,8 @@ class GGUFCheckpoint:
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self._sources,
             "rope_parameters": self._rope_parameters(keys),
         }
+        if self._is_gemma:
+            return config | gguf_gemma.config_of_family(self._architecture, keys, config)
         window = keys.integer("attention.sliding_window", default=0)
         if window:
             # GGUF has one window for all layers; in Hugging Face's terms that is a Mistral.
@@ -220,7 +193,7 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path} has no matrix 'token_embd.weight', which every model needs.")
         return embedding.shape[0]
 
-    def _rope_parameters(self, keys: _ArchitectureKeys) -> dict[str, Any]:
+    def _rope_parameters(self, keys: ArchitectureKeys) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", default=10000.0)}
         if _ROPE_FACTORS in self._file.tensors:
             factors = self._file.tensor(_ROPE_FACTORS).float().tolist()
@@ -249,62 +222,6 @@ class GGUFCheckpoint:
                     ".safetensors files."
                 )
         return rope
-
-
-class _ArchitectureKeys:
-    """The metadata under the architecture's name, checked as it is read."""
-
-    def __init__(self, path: Path, architecture: str, metadata: Mapping[str, Any]) -> None:
-        self._path = path
-        self._architecture = architecture
-        prefix = f"{architecture}."
-        self._values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-
-    def refuse_unknown(self) -> None:
-        for key, value in self._values.items():
-            is_number = isinstance(value, (bool, int, float))
-            neutral = is_number and key in _NEUTRAL_VALUES and value == _NEUTRAL_VALUES[key]
-            if not (neutral or key in _CONFIG_KEYS or key in _SILENT_KEYS):
-                raise UnsupportedModelError(
-                    f"{self._path} sets {self._architecture}.{key} to {value!r}, which would change what the model "
-                    "computes in a way that is not supported."
-                )
-
-    def integer(self, key: str, *, default: int | None = None) -> int:
-        value = self._read(key, default)
-        # A file may give a number for each layer; here all layers are alike.
-        if isinstance(value, np.ndarray):
-            distinct = set(value.tolist())
-            if len(distinct) != 1:
-                raise UnsupportedModelError(
-                    f"{self._path} gives different numbers to its layers as {self._architecture}.{key}; only models "
-                    "whose layers are alike can be run."
-                )
-            value = distinct.pop()
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, value, "a whole number")
-        return value
-
-    def number(self, key: str, *, default: float | None = None) -> float:
-        value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self._wrong(key, value, "a finite number")
-        return float(value)
-
-    def text(self, key: str, *, default: str | None = None) -> str:
-        value = self._read(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "text")
-        return value
-
-    def _read(self, key: str, default: Any) -> Any:
-        value = self._values.get(key, default)
-        if value is None:
-            raise CheckpointError(f"{self._path} lacks the metadata {self._architecture}.{key}, which the model needs.")
-        return value
-
-    def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} gives {value!r} as {self._architecture}.{key}; it has to be {wanted}.")
 
 
 def _undo_rope_permutation(tensor: torch.Tensor, num_heads: int, name: str) -> torch.Tensor:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
+from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
-from octavo.errors import UnsupportedModelError
+from octavo.models.config_values import ACTIVATIONS
 from octavo.models.linear import linear
-from octavo.models.llama_config import ACTIVATIONS, LlamaConfig, read_config
+from octavo.models.llama_config import LlamaConfig, read_config
 from octavo.models.rope import Rope, apply_rope
 from octavo.models.weight_loader import WeightLoader
 
@@ -107,9 +107,13 @@ class LlamaModel(Model):
             )
             for window in read.windows
         )
-        # Layers with a window keep all tokens too: that is always right, and what the full-attention manager does.
-        kept = FullAttentionSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype)
-        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, (kept,) * read.num_layers)
+        kept = tuple(
+            FullAttentionSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype)
+            if window is None
+            else SlidingWindowSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype, window)
+            for window in read.windows
+        )
+        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, kept)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: str, device: str) -> LlamaModel:
@@ -123,7 +127,8 @@ class LlamaModel(Model):
             if config.tie_word_embeddings
             else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         )
-        _refuse_unclaimed(loader)
+        # Beside tied embeddings, some files repeat the embedding as lm_head.
+        loader.refuse_unclaimed(lambda name: name == "lm_head.weight" or bool(_COMPUTED_ANYWAY.fullmatch(name)))
         loader.load()
         return cls(config, embedding=embedding, layers=layers, final_norm=final_norm, output_embedding=output_embedding)
 
@@ -188,14 +193,3 @@ def _layer(loader: WeightLoader, config: LlamaConfig, prefix: str) -> LlamaLayer
         query_norm=loader.tensor(f"{attention}.q_norm.weight", head_dim) if config.qk_norm else None,
         key_norm=loader.tensor(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
     )
-
-
-def _refuse_unclaimed(loader: WeightLoader) -> None:
-    """Raise when the checkpoint holds weights without a place: they would change the result, and were left out."""
-    # Beside tied embeddings, some files repeat the embedding as lm_head.
-    unclaimed = loader.unclaimed(lambda name: name == "lm_head.weight" or bool(_COMPUTED_ANYWAY.fullmatch(name)))
-    if unclaimed:
-        raise UnsupportedModelError(
-            f"The checkpoint holds {len(unclaimed)} tensors that the model of its config has no place for, "
-            f"{unclaimed[0]!r} the first. The model is a variant that is not computed here, or the config is wrong."
-        )

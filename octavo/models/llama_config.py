@@ -7,23 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.models.config_values import (
+    activation,
+    flag,
+    not_negative,
+    positive,
+    refuse_unless_neutral,
+    shortened,
+    whole,
+)
 from octavo.models.rope import RopeSpec, read_rope
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Hugging Face's names -> functions of torch.nn.functional and their keyword arguments.
-ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "silu": ("silu", {}),
-    "swish": ("silu", {}),
-    "gelu": ("gelu", {}),
-    "gelu_new": ("gelu", {"approximate": "tanh"}),
-    "gelu_pytorch_tanh": ("gelu", {"approximate": "tanh"}),
-    "relu": ("relu", {}),
-    "relu6": ("relu6", {}),
-    "mish": ("mish", {}),
-    "tanh": ("tanh", {}),
-    "sigmoid": ("sigmoid", {}),
-}
-
 # Keys that some model or fork gives a meaning which changes the result, and the values at which they mean nothing.
 # None always does.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -108,53 +103,38 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         raise UnsupportedModelError(
             f"The config's model_type is {model_type!r}; this class runs {', '.join(MODEL_TYPES)}."
         )
-    _refuse_what_is_not_computed(config)
-    hidden_size = _positive(config, "hidden_size")
-    num_query_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads", num_query_heads)
+    refuse_unless_neutral(config, _NEUTRAL_VALUES)
+    hidden_size = positive(config, "hidden_size")
+    num_query_heads = positive(config, "num_attention_heads")
+    num_kv_heads = positive(config, "num_key_value_heads", num_query_heads)
     default_head_dim = 128 if model_type == "qwen3" else hidden_size // num_query_heads
-    head_dim = _positive(config, "head_dim", default_head_dim)
+    head_dim = positive(config, "head_dim", default_head_dim)
     if num_query_heads % num_kv_heads or head_dim % 2:
         raise CheckpointError(
             f"The config gives {num_query_heads} query heads, {num_kv_heads} KV heads and a head_dim of {head_dim}; "
             "query heads have to be a multiple of KV heads, and head_dim even."
         )
-    num_layers = _positive(config, "num_hidden_layers")
-    attention_bias = _flag(config, "attention_bias")
+    num_layers = positive(config, "num_hidden_layers")
+    attention_bias = flag(config, "attention_bias")
     return LlamaConfig(
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
+        intermediate_size=positive(config, "intermediate_size"),
         num_layers=num_layers,
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        activation=_activation(config),
-        rms_norm_eps=_epsilon(config),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        activation=activation(config, "hidden_act", "silu"),
+        rms_norm_eps=not_negative(config, "rms_norm_eps", 1e-6),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
         # Qwen2 has these biases by its architecture and no others; Mistral has none.
         qkv_bias=model_type == "qwen2" or (model_type in ("llama", "qwen3") and attention_bias),
         output_bias=model_type in ("llama", "qwen3") and attention_bias,
-        mlp_bias=model_type == "llama" and _flag(config, "mlp_bias"),
+        mlp_bias=model_type == "llama" and flag(config, "mlp_bias"),
         qk_norm=model_type == "qwen3",
         windows=_windows(config, model_type, num_layers),
-        rope=read_rope(config, head_dim=head_dim, max_position_embeddings=_positive(config, "max_position_embeddings")),
+        rope=read_rope(config, head_dim=head_dim, max_position_embeddings=positive(config, "max_position_embeddings")),
     )
-
-
-def _refuse_what_is_not_computed(config: Mapping[str, Any]) -> None:
-    for key, neutral_values in _NEUTRAL_VALUES.items():
-        value = config.get(key)
-        if value is not None and value not in neutral_values:
-            way_out = (
-                "Use a copy of the model that is not quantised, or a GGUF file"
-                if key in ("quantization_config", "compression_config")
-                else "A model class that computes it can be added as a plugin"
-            )
-            raise UnsupportedModelError(
-                f"The config sets {key} to {_shortened(value)}, which changes what the model computes and is not "
-                f"supported. {way_out}."
-            )
 
 
 def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
@@ -164,7 +144,7 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
     elif window is None:
         kinds = ["full_attention"] * num_layers
     else:
-        first = _whole(config, "max_window_layers", 28)
+        first = whole(config, "max_window_layers", 28)
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
 
     stated = config.get("layer_types")
@@ -174,7 +154,7 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
         known = isinstance(stated, list) and all(kind in ("full_attention", "sliding_attention") for kind in stated)
         if not known or len(stated) != num_layers or (stated != kinds and not free_to_choose):
             raise UnsupportedModelError(
-                f"The config's layer_types are {_shortened(stated)}; a {model_type} of {num_layers} layers with "
+                f"The config's layer_types are {shortened(stated)}; a {model_type} of {num_layers} layers with "
                 f"the sliding window {window} is run with one of 'full_attention' and 'sliding_attention' a layer, "
                 "the latter only where there is a window."
             )
@@ -184,9 +164,9 @@ def _windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tup
 
 def _window(config: Mapping[str, Any], model_type: str) -> int | None:
     if model_type in ("qwen2", "qwen3"):
-        if not _flag(config, "use_sliding_window"):
+        if not flag(config, "use_sliding_window"):
             return None
-        return _positive(config, "sliding_window", 4096)
+        return positive(config, "sliding_window", 4096)
     # A key that is not there means Mistral's default, null means no window.
     window = config.get("sliding_window", 4096 if model_type == "mistral" else None)
     if window is None:
@@ -196,65 +176,4 @@ def _window(config: Mapping[str, Any], model_type: str) -> int | None:
             f"The config sets sliding_window to {window!r}, which the model_type 'llama' has no meaning for. If the "
             "model was trained with a window its model_type is 'mistral'; if not, set the key to null."
         )
-    return _positive(config, "sliding_window", 4096)
-
-
-def _activation(config: Mapping[str, Any]) -> str:
-    name = config.get("hidden_act", "silu")
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"The config asks for the activation {name!r} (hidden_act). Known: {', '.join(ACTIVATIONS)}."
-        )
-    return name
-
-
-def _epsilon(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if type(value) not in (int, float) or not 0 <= value < 1e30:
-        raise CheckpointError(
-            f"The config gives {value!r} as rms_norm_eps; it has to be a number that is not negative."
-        )
-    return float(value)
-
-
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = _whole(config, key, default)
-    if value == 0:
-        raise CheckpointError(f"The config gives 0 as {key}; it has to be positive.")
-    return value
-
-
-# Far above what any model has. A file with a larger number is broken, and acting on it would take memory for nothing.
-_LARGEST = {
-    "num_hidden_layers": 4096,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "vocab_size": 1 << 24,
-    "head_dim": 1 << 16,
-}
-_LARGEST_ELSEWHERE = 2**31 - 1
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise CheckpointError(f"The config lacks {key!r}, which every model of its kind needs.")
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"The config gives {_shortened(value)} as {key}; it has to be a whole number.")
-    largest = _LARGEST.get(key, _LARGEST_ELSEWHERE)
-    if value > largest:
-        raise CheckpointError(f"The config gives {_shortened(value)} as {key}; no model has more than {largest}.")
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"The config gives {_shortened(value)} as {key}; it has to be true or false.")
-    return bool(value)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return positive(config, "sliding_window", 4096)

@@ -47,9 +47,10 @@ class SafetensorsCheckpoint:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """From generation_config.json, else from config.json."""
+        """From generation_config.json, else from config.json or the text_config in it."""
         generation_config = self.path / "generation_config.json"
-        sources = [self._config]
+        text_config = self._config.get("text_config")
+        sources = [self._config, *([text_config] if isinstance(text_config, dict) else [])]
         if generation_config.is_file():
             sources.insert(0, read_json_object(generation_config))
         stated: Any = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), [])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces.model import Checkpoint
-from octavo.errors import CheckpointError, NotEnoughMemoryError
+from octavo.errors import CheckpointError, NotEnoughMemoryError, UnsupportedModelError
 
 # Each thread holds one dequantised tensor; past a few, memory and its bandwidth are what is short.
 _MAX_THREADS = 8
@@ -38,16 +38,25 @@ class WeightLoader:
         self._parts: list[_Part] = []
         self._known_names = frozenset(checkpoint.tensor_names())
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor that `load` will fill with the checkpoint's tensor `name`."""
-        return self.stacked({name: shape[0]}, *shape[1:])
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+        return name in self._known_names
 
-    def stacked(self, rows: dict[str, int], *row_shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor that `load` will fill with the checkpoint's tensor `name`.
+
+        Args:
+            dtype: To keep it in; the model's when not given.
+        """
+        return self.stacked({name: shape[0]}, *shape[1:], dtype=dtype)
+
+    def stacked(self, rows: dict[str, int], *row_shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor that `load` will fill with several of the checkpoint's, one below the other.
 
         Args:
             rows: How many rows each of the checkpoint's tensors has, in order.
             row_shape: The shape that they share from dimension 1 on.
+            dtype: To keep it in; the model's when not given.
 
         Raises:
             CheckpointError: The checkpoint lacks one of them.
@@ -56,7 +65,7 @@ class WeightLoader:
         for name in rows:
             if name not in self._known_names:
                 self._checkpoint.tensor(name)  # raises, before the work of reading the others
-        result = self._allocate((sum(rows.values()), *row_shape), next(iter(rows)))
+        result = self._allocate((sum(rows.values()), *row_shape), dtype or self._dtype, next(iter(rows)))
         for name, destination in zip(rows, torch.split(result, list(rows.values())), strict=True):
             self._parts.append(_Part(name, destination))
         return result
@@ -65,6 +74,14 @@ class WeightLoader:
         """Return the checkpoint's tensors that nothing asked for and `may_ignore` does not excuse."""
         claimed = {part.name for part in self._parts}
         return [name for name in self._checkpoint.tensor_names() if not (name in claimed or may_ignore(name))]
+
+    def refuse_unclaimed(self, may_ignore: Callable[[str], bool]) -> None:
+        """Raise UnsupportedModelError when weights are left over: left out, they would change the result."""
+        if unclaimed := self.unclaimed(may_ignore):
+            raise UnsupportedModelError(
+                f"The checkpoint holds {len(unclaimed)} tensors that the model of its config has no place for, "
+                f"{unclaimed[0]!r} the first. The model is a variant that is not computed here, or the config is wrong."
+            )
 
     def load(self) -> None:
         """Read, convert and copy everything.
@@ -81,13 +98,13 @@ class WeightLoader:
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
 
-    def _allocate(self, shape: tuple[int, ...], name: str) -> Tensor:
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
         try:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self._device)
         # As torch reports memory that there is not, and sizes that no memory has.
         except (RuntimeError, TypeError, MemoryError) as error:
             raise NotEnoughMemoryError(
-                f"There is no room on {self._device} for {name!r}, of shape {list(shape)} in {self._dtype}. Choose a "
+                f"There is no room on {self._device} for {name!r}, of shape {list(shape)} in {dtype}. Choose a "
                 "smaller dtype or model, or another device.",
                 max_model_len_that_fits=0,
             ) from error

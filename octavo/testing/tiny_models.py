@@ -110,19 +110,25 @@ def tiny_cohere(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     return _save(folder, "CohereConfig", "CohereForCausalLM", seed, {"logit_scale": 0.5} | config)
 
 
+def tiny_cohere2(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Cohere 2 in `folder` and return it: a window of 16 in three layers of four. As `tiny_llama`."""
+    shape = {"num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 0.5}
+    return _save(folder, "Cohere2Config", "Cohere2ForCausalLM", seed, shape | config)
+
+
 def tiny_granite(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Save a tiny Granite, which scales nearly everything, in `folder` and return it. `config` as in `tiny_llama`."""
     scales = {"logits_scaling": 2.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}
     return _save(folder, "GraniteConfig", "GraniteForCausalLM", seed, scales | config)
 
 
-def tiny_deepseek_v3(folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Save a tiny DeepSeek V3, whose keys are wider than its values, in `folder` and return it. As `tiny_llama`."""
-    heads = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}
-    heads |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-    experts |= {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
-    return _save(folder, "DeepseekV3Config", "DeepseekV3ForCausalLM", seed, heads | experts | config)
+def tiny_gemma3(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Gemma 3 in `folder` and return it: seven layers, of which all but the sixth see a window of 16.
+
+    `config` as in `tiny_llama`.
+    """
+    shape = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 16}
+    return _save(folder, "Gemma3TextConfig", "Gemma3ForCausalLM", seed, shape | config)
 
 
 def _save(
@@ -152,6 +158,10 @@ def _save(
                 else:
                     # Norms: away from one, so that leaving one out shows.
                     parameter.uniform_(0.7, 1.3)
+            for name, buffer in model.named_buffers():
+                # Zeros as they are made: without a spread, leaving it out would not show.
+                if name.endswith("e_score_correction_bias"):
+                    buffer.uniform_(-0.3, 0.3)
     model.save_pretrained(folder, safe_serialization=True)
     return Path(folder)
 
@@ -192,3 +202,44 @@ def add_byte_tokenizer(folder: Path) -> Path:
     settings = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def tiny_llama4(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Llama 4 in `folder` and return it. `config` as in `tiny_llama`.
+
+    Three layers have chunks of 16 and rope, one has neither; there, queries grow every 8 positions. Every other layer
+    has four experts, one a token.
+    """
+    shape = {"num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 64, "intermediate_size_mlp": 128}
+    attention = {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1, 1], "floor_scale": 8, "attn_scale": 0.5}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    made = shape | attention | experts | {"rope_parameters": rope}
+    return _save(folder, "Llama4TextConfig", "Llama4ForCausalLM", seed, made | config)
+
+
+def tiny_deepseek_v2(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny DeepSeek V2 in `folder` and return it. `config` as in `tiny_llama`.
+
+    Latent attention with a stretched rope; one dense layer, then two with eight experts, two a token out of one of
+    their two groups, and with shared ones.
+    """
+    heads = {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32}
+    heads |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy"}
+    experts |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.0}
+    layers = {"num_hidden_layers": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+    made = heads | experts | layers | {"rope_parameters": rope, "max_position_embeddings": 256}
+    return _save(folder, "DeepseekV2Config", "DeepseekV2ForCausalLM", seed, made | config)
+
+
+def tiny_deepseek_v3(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny DeepSeek V3, whose keys are wider than its values, in `folder` and return it. As `tiny_llama`."""
+    heads = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}
+    heads |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    experts |= {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    return _save(folder, "DeepseekV3Config", "DeepseekV3ForCausalLM", seed, heads | experts | config)

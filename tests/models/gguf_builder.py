@@ -10,9 +10,11 @@ import numpy as np
 
 from octavo.core.interfaces.model import Checkpoint
 
+_GEMMAS = {"gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3": gguf.MODEL_ARCH.GEMMA3}
+
 
 class GGUFBuilder:
-    """Writes a tiny Llama-style model as GGUF, the way llama.cpp's converter does; every part can be replaced."""
+    """Writes a tiny model as GGUF, the way llama.cpp's converter does; every part can be replaced."""
 
     def __init__(self, source: Checkpoint, architecture: str = "llama") -> None:
         config = source.config
@@ -31,7 +33,8 @@ class GGUFBuilder:
         }
         self.general: dict[str, Any] = {}
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+        map_arch = _GEMMAS.get(architecture, gguf.MODEL_ARCH.LLAMA)
+        names = gguf.get_tensor_name_map(map_arch, config["num_hidden_layers"])
         extra = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
         self.tensors: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
         for name in source.tensor_names():
@@ -40,6 +43,8 @@ class GGUFBuilder:
             if architecture == "llama" and module in heads:
                 halves = values.reshape(heads[module], 2, -1, *values.shape[1:])
                 values = halves.swapaxes(1, 2).reshape(values.shape)
+            if architecture in _GEMMAS and module.endswith("norm"):
+                values = values + 1
             key = names.get_name(name, (".weight", ".bias")) or extra.get_name(name, (".weight", ".bias"))
             assert key is not None
             self.tensors[key] = (values, "F32")

@@ -157,8 +157,8 @@ def test_metadata_that_ask_for_other_arithmetic_are_refused(llama: Checkpoint, c
 
 
 def test_an_unknown_architecture_is_refused_with_those_known(llama: Checkpoint, tmp_path: Path) -> None:
-    path = GGUFBuilder(llama, "mamba").write(tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"the architecture 'mamba'.*llama, qwen2, qwen3"):
+    path = GGUFBuilder(llama, "phi3").write(tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"the architecture 'phi3'.*llama, qwen2, qwen3"):
         open_checkpoint(str(path))
 
 

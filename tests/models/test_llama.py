@@ -12,7 +12,7 @@ import pytest
 import torch
 from dense_models import load, logits_of, reference_logits, spec_of
 
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
+from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from octavo.core.interfaces.model import Checkpoint
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.models.checkpoint import open_checkpoint
@@ -177,12 +177,22 @@ def test_weights_are_loaded_in_the_dtype_asked_for(llama_checkpoint: Checkpoint)
     assert (logits.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
 
 
-def test_a_window_reaches_the_attention_and_not_the_cache(tiny_folders: dict[str, Path]) -> None:
+def test_a_layer_keeps_the_window_that_its_attention_reads(tiny_folders: dict[str, Path]) -> None:
     spec = spec_of(tiny_folders["mistral"], kv_dtype="float16")
     assert [attention.window for attention in spec.attention_specs] == [16, 16]
-    kept = FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype="float16")
+    kept = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype="float16", window=16)
     assert spec.kv_cache_specs == (kept, kept)
     assert {attention.kv_dtype for attention in spec.attention_specs} == {"float16"}
+
+
+def test_layers_without_a_window_keep_everything(tmp_path: Path) -> None:
+    config = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    spec = spec_of(tiny_models.tiny_qwen2(tmp_path, **config))
+    assert [attention.window for attention in spec.attention_specs] == [None, 8]
+    assert spec.kv_cache_specs == (
+        FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"),
+        SlidingWindowSpec(block_size=16, num_kv_heads=2, head_dim=16, dtype="float32", window=8),
+    )
 
 
 def test_longrope_is_served_up_to_the_length_where_its_factors_change(tmp_path: Path) -> None:

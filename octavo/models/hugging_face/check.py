@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.core.interfaces.model import Model
+from octavo.core.interfaces.model import LatentProjection, Model
 from octavo.models.hugging_face.hook import PAGED
 from octavo.models.hugging_face.host import summary, use_implementation
 from octavo.models.hugging_face.probe import AttentionCall, Traits, refusal
@@ -25,7 +25,6 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.1
 _SHARE_OF_ROWS_FORGIVEN = {"float16": 0.25, "bfloat16": 0.25}
 # Windows and chunks up to this size are crossed by the check; what longer ones mean, the masks have said.
 _LONGEST_CROSSED = 56
-_ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,10 @@ class DenseStep:
             outputs.append(_attend(self._cache.calls[layer], query[tokens], part.positions, *stored, sinks))
             start = tokens.stop
         return torch.cat(outputs)
+
+    def latent_attention(self, layer: int, query: Tensor, latents: Tensor, projection: LatentProjection) -> Tensor:
+        """Not asked for: models of transformers expand their latents themselves."""
+        raise NotImplementedError
 
 
 def check(model: Model, host_model: Any, traits: Traits, *, dtype: str, device: str) -> None:
@@ -262,10 +265,5 @@ def _attend(
 
 def _suspects(host_model: nn.Module) -> str:
     """Name what probably does the mixing, in brackets; nothing where there is no saying."""
-    config: Any = host_model.config
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    others = sorted({str(kind) for kind in kinds} - set(_ATTENTION_KINDS))
-    if others:
-        return f" (layers of the kinds {', '.join(others)})"
     names = [name for name, module in host_model.named_modules() if isinstance(module, nn.Conv1d)]
     return f" (in {names[0]!r}, a convolution)" if names else ""

@@ -21,6 +21,7 @@ from transformers.utils import logging as host_logging
 
 from octavo.core.interfaces.model import Checkpoint
 from octavo.errors import CheckpointError, NotEnoughMemoryError, OctavoError, UnsupportedModelError
+from octavo.models.unserved import refuse_unserved
 
 # Keys of a config that would choose code to run, or where weights come from; and outputs that nothing here reads.
 _KEYS_TO_DROP = re.compile(
@@ -76,6 +77,7 @@ def host_config(config: Mapping[str, Any]) -> Any:
         UnsupportedModelError: transformers does not know the model, or not as one that continues text.
     """
     name, model_type = architecture(config), config.get("model_type")
+    refuse_unserved(name, config)
     known = transformers.CONFIG_MAPPING
     if not isinstance(model_type, str) or model_type not in known:
         code = " The code in its folder is not run." if config.get("auto_map") else ""
@@ -95,11 +97,8 @@ def host_config(config: Mapping[str, Any]) -> Any:
             converted = known[model_type].from_dict(_without_dropped_keys(config))
     except Exception as cause:
         raise UnsupportedModelError(_cannot_build(name, cause)) from cause
-    if converted.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model: its decoder attends to an encoder's output, which Octavo has no "
-            "cache for. Use a decoder-only model."
-        )
+    # A config.json leaves out what is as always in its family, and older ones say it in other words.
+    refuse_unserved(name, converted.to_dict())
     if type(converted) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"{name}: transformers has no model of the type {model_type!r} that continues text (no causal language "

@@ -52,6 +52,13 @@ def with_bias(mask: Tensor) -> Tensor:
     return mask - 0.1 * (positions[:, None] - positions).abs()
 
 
+class NoScores(nn.Module):
+    """Stands where attention would, and gives each token back as it is."""
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Any:
+        return hidden_states, None
+
+
 class OddMLP(nn.Module):
     """An MLP that does something besides."""
 
@@ -79,7 +86,7 @@ class OddModel(LlamaModel):
     def __init__(self, config: OddConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
-            layer.self_attn = OddAttention(config, index)
+            layer.self_attn = NoScores() if config.oddity == "has no attention" else OddAttention(config, index)
             layer.mlp = OddMLP(layer.mlp, config.oddity)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **arguments: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from adapted_models import change_config, change_weights, load, spec_of
 
 from octavo import SamplingParams
+from octavo.core.interfaces import ChunkedLocalSpec, FullAttentionSpec, SlidingWindowSpec
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.hugging_face.adapter import TransformersModel
@@ -229,10 +230,19 @@ def test_values_that_are_smaller_than_keys_are_stored_at_the_size_of_keys(folder
     assert {(spec.head_dim, spec.head_dim_v) for spec in spec_of(folders("deepseek_v3")).attention_specs} == {(24, 24)}
 
 
-def test_aligned_chunks_are_found_in_the_mask():
+def test_aligned_chunks_are_found_in_the_mask_and_kept():
     config = {"model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 64}
     config |= {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "max_position_embeddings": 1024}
-    assert [spec.chunk for spec in spec_of(config).attention_specs] == [64, 64, 64, None]
+    spec = spec_of(config)
+    assert [attention.chunk for attention in spec.attention_specs] == [64, 64, 64, None]
+    shape = (16, spec.attention_specs[0].num_kv_heads, spec.attention_specs[0].head_dim, "float32")
+    assert spec.kv_cache_specs == (*[ChunkedLocalSpec(*shape, chunk=64)] * 3, FullAttentionSpec(*shape))
+
+
+def test_a_layer_keeps_the_window_that_was_found_in_its_mask(folders):
+    window, everything = spec_of(folders("gemma2")).kv_cache_specs
+    assert window == SlidingWindowSpec(block_size=16, num_kv_heads=2, head_dim=32, dtype="float32", window=16)
+    assert everything == FullAttentionSpec(block_size=16, num_kv_heads=2, head_dim=32, dtype="float32")
 
 
 def test_longrope_serves_the_length_up_to_which_its_frequencies_are_constant():
