@@ -253,9 +253,11 @@ def test_a_backend_is_tried_with_two_blocks_of_zeros_as_large_as_a_page(tiny_fol
     assert tried == [((2, page_bytes), "torch.uint8", False), *[((20, page_bytes), "torch.uint8", False)] * 2]
 
 
-def test_windows_are_served_with_blocks_for_every_token(tmp_path):
-    assembly = build(tiny_models.tiny_mistral(tmp_path), num_kv_blocks=20)
-    assert [group.spec.kind for group in assembly.kv_cache_config.groups] == ["full_attention"]
+@pytest.mark.parametrize(("is_disabled", "kind"), [(False, "sliding_window"), (True, "full_attention")])
+def test_windows_keep_no_more_than_they_read_unless_that_is_disabled(is_disabled, kind, tmp_path):
+    folder = tiny_models.tiny_mistral(tmp_path)
+    assembly = build(folder, num_kv_blocks=20, disable_hybrid_kv_cache_manager=is_disabled)
+    assert [group.spec.kind for group in assembly.kv_cache_config.groups] == [kind]
 
 
 def test_the_size_that_was_chosen_is_logged(tiny_folder, caplog):
@@ -265,6 +267,34 @@ def test_the_size_that_was_chosen_is_logged(tiny_folder, caplog):
         f"model {tiny_folder} on cpu in float32; KV cache of 20 blocks of 16 tokens, 160.00 KiB; requests of up to 304 "
         "tokens"
     )
+
+
+def test_the_groups_of_a_model_with_several_are_logged_and_what_lies_idle_is_warned_of(tmp_path, caplog):
+    # Five layers: those with windows have two slots, and the one without has a layer for one of them.
+    folder = tiny_models.tiny_qwen2(
+        tmp_path, num_hidden_layers=5, use_sliding_window=True, sliding_window=16, max_window_layers=3
+    )
+    with caplog.at_level(logging.INFO, "octavo"):
+        build(folder, num_kv_blocks=200, max_model_len=512)
+    groups, warning = caplog.records[-2:]
+    assert (groups.levelname, groups.getMessage()) == (
+        "INFO",
+        "one pool for 2 groups of full_attention (1 or 2 layers each, blocks of 16 tokens), 1 group of sliding_window "
+        "(2 layers, blocks of 16 tokens)",
+    )
+    # 32 blocks of 96, half of each.
+    assert (warning.levelname, warning.getMessage()) == (
+        "WARNING",
+        "16.7% of the KV cache that a request of 512 tokens holds lies idle, for a block is as large as the largest "
+        "group needs it: a group of full_attention has 1 layer for 2 slots. `octavo plan` shows each group, and what "
+        "disable_hybrid_kv_cache_manager would take instead.",
+    )
+
+
+def test_a_model_whose_layers_keep_the_same_is_not_warned_of(tiny_folder, caplog):
+    with caplog.at_level(logging.INFO, "octavo"):
+        build(tiny_folder, num_kv_blocks=20)
+    assert not [record for record in caplog.records if "idle" in record.getMessage() or "pool" in record.getMessage()]
 
 
 def _params():

@@ -42,7 +42,7 @@ def backends(
     with redirect_stdout(sys.stderr):
         named = named_backends(config, registry)
         needs = model_needs(config, registry)
-        groups = [_group(config, registry, named, needs, group) for group in needs.groups]
+        groups = _equal_ones_together([_group(config, registry, named, needs, group) for group in needs.groups])
     if as_json:
         about = {"model": config.model, "device": needs.device, "dtype": needs.dtype}
         print(json.dumps({**about, "model_class": needs.model.part.plugin.name, "groups": groups}))
@@ -82,6 +82,19 @@ def _group(
             for plugin, reasons in survey_backends(registry, specs).items()
         ],
     }
+
+
+def _equal_ones_together(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one entry for groups of which there is the same to say, with the layers of all of them."""
+    together: list[dict[str, Any]] = []
+    for described in groups:
+        for other in together:
+            if described == other | {"layers": described["layers"]}:
+                other["layers"] = sorted(other["layers"] + described["layers"])
+                break
+        else:
+            together.append(described)
+    return together
 
 
 def _print_group(described: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from octavo.config import EngineConfig
 from octavo.errors import PluginUnsuitable
 from octavo.plugins.registry import scan
 from octavo.selection.select import select
+from octavo.testing import tiny_models
 
 AUTO = "by default; 'auto' takes the first of Octavo's own that can serve"
 HEAD = "full_attention (layers 0-1)"
@@ -91,6 +92,23 @@ def test_a_program_gets_the_same(packages, tiny_folder, capsys):
             ),
         ],
     }
+
+
+def test_groups_of_which_there_is_the_same_to_say_are_one_entry(tmp_path, capsys):
+    # Beside one layer without a window, each of the six with one is a group.
+    folder = tiny_models.tiny_gemma3(tmp_path)
+    assert len(select(EngineConfig.from_flat(model=str(folder)), scan()).groups) == 7
+    assert run(["backends", str(folder)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines()[1:] if not line.startswith("  ")] == [
+        "sliding_window (layers 0-4, 6)",
+        "full_attention (layer 5)",
+    ]
+    assert run(["backends", str(folder), "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert [(group["kind"], group["layers"]) for group in groups] == [
+        ("sliding_window", [0, 1, 2, 3, 4, 6]),
+        ("full_attention", [5]),
+    ]
 
 
 # -- which one is chosen ----------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ FLAGS = {
     "cpu_memory_share": (["0.125"], 0.125),
     "kv_cache_dtype": (["float16"], "float16"),
     "enable_prefix_caching": (None, False),
+    "disable_hybrid_kv_cache_manager": ([], True),
     "verify_prefix_cache": ([], True),
     "hash_function": (["blake2b"], PluginChoice("blake2b")),
     "hash_seed": (["123"], "123"),
