@@ -13,13 +13,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.interfaces import FullAttentionSpec
+from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.request import Request
@@ -30,6 +30,8 @@ from octavo.plugins.families import HASH_FUNCTIONS, KV_MANAGERS, REQUEST_QUEUES
 from octavo.plugins.registry import scan
 
 BLOCK_SIZE = 16
+FULL = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_dim=1, dtype="float32")
+WINDOW = SlidingWindowSpec(BLOCK_SIZE, num_kv_heads=1, head_dim=1, dtype="float32", window=128)
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,18 @@ class Figure:
     peer: str
 
 
-def make_scheduler(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> Scheduler:
-    """Return a scheduler over a prefix-cached pool with the default parts."""
+def make_scheduler(
+    num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, specs: Sequence[KVCacheSpec] = (FULL,)
+) -> Scheduler:
+    """Return a scheduler over a prefix-cached pool with the default parts, and a KV-cache group for each spec."""
     registry = scan()
-    spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_dim=1, dtype="float32")
     pool = BlockPool(num_blocks)
-    manager = registry.load(KV_MANAGERS, "full_attention")(spec, pool, 0, max_num_seqs)
+    managers = [
+        registry.load(KV_MANAGERS, spec.kind)(spec, pool, group_id, max_num_seqs) for group_id, spec in enumerate(specs)
+    ]
     hasher = PrefixHasher(registry.load(HASH_FUNCTIONS, "sha256")(), BLOCK_SIZE, b"root")
     return Scheduler(
-        KVCacheManager(pool, [manager], hasher),
+        KVCacheManager(pool, managers, hasher, max_tokens_in_flight=max_num_batched_tokens),
         registry.load(REQUEST_QUEUES, "fcfs")(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -71,13 +76,13 @@ def request(number: int, prompt: list[int]) -> Request:
     )
 
 
-def decode_microseconds(num_requests: int) -> float:
+def decode_microseconds(num_requests: int, specs: Sequence[KVCacheSpec] = (FULL,)) -> float:
     """Return the time of schedule and update a request a step, over 64 steps of decoding.
 
     Prompts differ in length, so that each step takes some requests over the edge of a block.
     """
     rng = np.random.default_rng(0)
-    scheduler = make_scheduler(num_requests * 40, num_requests, 1 << 20)
+    scheduler = make_scheduler(num_requests * 40 * len(specs), num_requests, 1 << 20, specs)
     for number in range(num_requests):
         prompt = rng.integers(3, 50_000, 200 + number % BLOCK_SIZE).tolist()
         scheduler.add_request(request(number, prompt))
@@ -203,6 +208,13 @@ def measure(num_runs: int) -> list[Figure]:
         ),
         Figure(
             "schedule + update, 1024 decoding", least(lambda: decode_microseconds(1024)), "us a request a step", 2, ""
+        ),
+        Figure(
+            "the same, full and 2 window groups",
+            least(lambda: decode_microseconds(256, (FULL, WINDOW, WINDOW))),
+            "us a request a step",
+            5,
+            "42",
         ),
         Figure("allocate + free", least(pool_microseconds), "us a block", 0.5, "1.1"),
         Figure("build a pool of 200,000 blocks", least(pool_build_milliseconds), "ms", 20, "800"),
