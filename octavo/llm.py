@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from octavo.core.kv_cache_manager import ResetResult
 from octavo.core.outputs import RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import EngineStats
+from octavo.core.verdict import ResetResult
 from octavo.engine_thread import EngineThread, Mailbox, naming_the_prompt
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.prompts import (

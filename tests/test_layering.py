@@ -74,6 +74,7 @@ WITHOUT_TORCH = (
     "octavo.core.stats",
     "octavo.core.step_builder",
     "octavo.core.step_plan",
+    "octavo.core.verdict",
     "octavo.core.waiting_line",
     "octavo.core.watchdog",
     "octavo.hash_functions",

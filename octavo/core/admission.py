@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterable
 
 from octavo.core.chunking import Chunking
-from octavo.core.kv_cache_manager import Fit, Verdict
 from octavo.core.outputs import KV_CACHE_FULL
 from octavo.core.request import Request
 from octavo.core.roster import Roster
 from octavo.core.scheduled import Entries
 from octavo.core.step_builder import StepBuilder
+from octavo.core.verdict import Fit, Verdict
 
 logger = logging.getLogger(__name__)
 

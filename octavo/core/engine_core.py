@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
-from octavo.core.kv_cache_manager import ResetResult
 from octavo.core.outputs import EngineOutput
 from octavo.core.prefix_verifier import PrefixVerifier
 from octavo.core.request import AdapterKey, Request
@@ -18,6 +17,7 @@ from octavo.core.sampling_params import SamplingParams, has_lone_surrogate
 from octavo.core.scheduler import Scheduler
 from octavo.core.stats import EngineStats
 from octavo.core.step_plan import StepPlan, StepResult
+from octavo.core.verdict import ResetResult
 from octavo.errors import EngineClosedError, InvalidRequestError, StepError, describe_with_place
 
 MAX_CACHE_SALT_CHARS = 1024

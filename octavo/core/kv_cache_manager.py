@@ -8,7 +8,6 @@ under way: one runs while the next is planned.
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -20,47 +19,7 @@ from octavo.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit, make
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.request import NO_ROW, Request
 from octavo.core.step_plan import Int32Array
-
-
-class Fit(enum.Enum):
-    """Whether a request can be given what it asks for."""
-
-    FITS = "fits"
-    WAIT_STEP = "wait for the next step"
-    WAIT_MEMORY = "wait for memory"
-    NEVER = "larger than the whole pool"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A fit, and the numbers behind it as a sentence."""
-
-    fit: Fit
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.fit is Fit.FITS
-
-
-@dataclass(frozen=True)
-class ResetResult:
-    """Whether a reset was done, and if not why. True exactly when it was done.
-
-    Attributes:
-        done: Whether nothing that was cached before can be found any more.
-        reason: Why it was not done.
-        num_preempted: Running requests that were preempted for it, and will be computed anew.
-    """
-
-    done: bool
-    reason: str = ""
-    num_preempted: int = 0
-
-    def __bool__(self) -> bool:
-        return self.done
-
-
-_FITS = Verdict(Fit.FITS)
+from octavo.core.verdict import FITS, Fit, ResetResult, Verdict
 
 
 @dataclass
@@ -139,7 +98,7 @@ class KVCacheManager:
         needed = sum(self._most_blocks(num_tokens))
         usable = self.pool.num_usable_blocks
         if needed <= usable:
-            return _FITS
+            return FITS
         return Verdict(Fit.NEVER, f"{num_tokens} tokens take {needed} blocks, and the whole KV cache has {usable}")
 
     def can_admit(self, request: Request, hit: PrefixHit, num_reserved_blocks: int = 0) -> Verdict:
@@ -156,10 +115,10 @@ class KVCacheManager:
         num_unreserved = self.pool.num_free_blocks - num_reserved_blocks
         # The hit saves blocks; where there are enough without it, nothing needs to be counted.
         if self.coordinator.num_blocks_needed(request.num_tokens) <= num_unreserved:
-            return _FITS
+            return FITS
         needed = self._num_blocks_to_admit(request, hit)
         if needed <= num_unreserved:
-            return _FITS
+            return FITS
         return self._wait_for_memory(needed, num_reserved_blocks)
 
     def next_block(self, prompt: Request, num_computed_tokens: int) -> tuple[int, bytes] | None:
@@ -344,7 +303,7 @@ class KVCacheManager:
         if needed or hit.num_tokens:
             self.coordinator.allocate(row, num_tokens, hit)
         self.cache_blocks(request, num_tokens)
-        return _FITS
+        return FITS
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Register, provisionally, the full blocks among the first `num_tokens` tokens of a request.

@@ -20,9 +20,10 @@ import numpy as np
 
 from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK
 from octavo.core.kv_cache_coordinator import PrefixHit
-from octavo.core.kv_cache_manager import KVCacheManager, Verdict
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
 from octavo.core.step_plan import StepPlan
+from octavo.core.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 

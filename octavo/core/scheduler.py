@@ -23,7 +23,7 @@ from octavo.core.admission import Admission
 from octavo.core.chunking import Chunking
 from octavo.core.intake import Intake
 from octavo.core.interfaces.request_queue import RequestQueue
-from octavo.core.kv_cache_manager import KVCacheManager, ResetResult
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.outputs import EngineOutput
 from octavo.core.request import NO_ROW, Request, RequestStatus
 from octavo.core.roster import Roster
@@ -32,6 +32,7 @@ from octavo.core.scheduled import Entries, make_plan, row_sampling
 from octavo.core.stats import EngineStats
 from octavo.core.step_builder import StepBuilder
 from octavo.core.step_plan import StepPlan, StepResult
+from octavo.core.verdict import ResetResult
 from octavo.core.watchdog import Watchdog
 from octavo.errors import InvalidRequestError
 

@@ -6,9 +6,10 @@ import pytest
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.interfaces import FullAttentionSpec
-from octavo.core.kv_cache_manager import Fit, KVCacheManager
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.verdict import Fit
 from octavo.kv_managers.full_attention import FullAttentionManager
 from octavo.testing.engines import assert_pool_is_sound
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.core.kv_cache_manager import Fit
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.verdict import Fit
 from octavo.errors import InvalidRequestError, PluginBroken, PluginContractError, StepError
 from octavo.request_queues import FCFSQueue
 from octavo.testing.engines import Finished, assert_nothing_leaks, collect, make_hashing_engine, run_to_end

@@ -9,10 +9,11 @@ from octavo.core.block_pool import BlockPool
 from octavo.core.interfaces import SingleTypeKVCacheManager
 from octavo.core.interfaces.kv_cache_manager import NULL_BLOCK
 from octavo.core.kv_cache_coordinator import PrefixHit
-from octavo.core.kv_cache_manager import Fit, KVCacheManager
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_hash import PrefixHasher
 from octavo.core.request import NO_ROW, Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.verdict import Fit
 from octavo.testing.conformance import RuleBroken
 from octavo.testing.kv_manager.checks import GARBAGE, CheckedRows, Live
 from octavo.testing.kv_manager.reads import ReadModel
