@@ -1,11 +1,12 @@
 """What giving back the blocks behind a window saves: requests at a time from the same bytes, with it and without.
 
-    python benchmarks/hybrid_memory.py [--model MODEL] [--memory 2GiB] [--tokens 8192] [--budget 512]
+    python benchmarks/hybrid_memory.py [--model MODEL] [--memory 2GiB] [--tokens 8192] [--budget 512] [--compute]
 
 Two engines, the second with `disable_hybrid_kv_cache_manager`, get as many requests at once as their bytes hold, and
 plan steps until all have ended. Nothing is computed: tokens are made up, so that the scheduler, the block pool and the
 managers do all that they do, and no weights are needed. The default model is Gemma 3 270M by its config alone. A model
-folder, a .gguf or a config.json will do.
+folder, a .gguf or a config.json will do. With --compute, which needs a model's weights, whole engines then do the same
+with random prompts, which takes minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,18 +142,82 @@ def run(config: EngineConfig, num_bytes: int, num_tokens: int, num_new: int) -> 
     )
 
 
-def compare(model: str, num_bytes: int, num_tokens: int, num_new: int, budget: int) -> list[Outcome]:
-    """Return what became of the requests with the hybrid pool, and without."""
-
-    def config(is_disabled: bool) -> EngineConfig:
-        return EngineConfig(
+def configs(model: str, budget: int) -> list[EngineConfig]:
+    """Return the settings with the hybrid pool, and without."""
+    return [
+        EngineConfig(
             model=model,
             device="cpu",
             cache=CacheConfig(disable_hybrid_kv_cache_manager=is_disabled),
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=1024),
         )
+        for is_disabled in (False, True)
+    ]
 
-    return [run(config(is_disabled), num_bytes, num_tokens, num_new) for is_disabled in (False, True)]
+
+def compare(model: str, num_bytes: int, num_tokens: int, num_new: int, budget: int) -> list[Outcome]:
+    """Return what became of the requests with the hybrid pool, and without."""
+    return [run(config, num_bytes, num_tokens, num_new) for config in configs(model, budget)]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What became of the requests in a whole engine.
+
+    Attributes:
+        requests: Requests that were added, all at once.
+        most_at_a_time: Most requests that were seen to run at a time.
+        preemptions: Of all requests.
+        finished: Requests that ended with all of their tokens.
+        seconds: From the first to the last, the model being loaded.
+    """
+
+    requests: int
+    most_at_a_time: int
+    preemptions: int
+    finished: int
+    seconds: float
+
+
+def compute(config: EngineConfig, num_bytes: int, num_requests: int, num_tokens: int, num_new: int) -> Computed:
+    """Run requests through an engine with the model's weights."""
+    from octavo import LLM
+
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+    done = threading.Event()
+    running = [0]
+    with LLM(
+        config.model,
+        device=config.device,
+        max_model_len=num_tokens,
+        kv_cache_memory_bytes=num_bytes,
+        disable_hybrid_kv_cache_manager=config.cache.disable_hybrid_kv_cache_manager,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    ) as llm:
+
+        def watch() -> None:
+            while not done.wait(0.5):
+                running.append(llm.stats().running)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        prompts = [
+            {"prompt_token_ids": rng.integers(3, 50_000, num_tokens - num_new).tolist()} for _ in range(num_requests)
+        ]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        done.set()
+        watcher.join()
+    return Computed(
+        num_requests,
+        max(running),
+        sum(output.num_preemptions for output in outputs),
+        sum(len(output.outputs[0].token_ids) == num_new for output in outputs),
+        seconds,
+    )
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -195,8 +262,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a request, prompt and output together")
     parser.add_argument("--new-tokens", type=int, default=1024, help="how many of them are generated")
     parser.add_argument("--budget", type=int, default=512, help="tokens that a step computes at most")
+    parser.add_argument("--compute", action="store_true", help="also run them with the weights of --model")
     parser.add_argument("--json", action="store_true", help="print a list of two objects")
     arguments = parser.parse_args()
+    if arguments.compute and arguments.model is None:
+        parser.error("--compute needs the weights of a model: name one with --model")
     num_bytes = parse_memory_size("--memory", arguments.memory)
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model
@@ -212,6 +282,17 @@ def main() -> None:
         f"of {arguments.tokens} tokens, {arguments.budget} tokens a step\n"
     )
     print(table(outcomes))
+    if arguments.compute:
+        print("\nwith the weights")
+        for name, config, outcome in zip(
+            ("hybrid pool", "all layers keep all"), configs(model, arguments.budget), outcomes, strict=True
+        ):
+            computed = compute(config, num_bytes, outcome.requests, arguments.tokens, arguments.new_tokens)
+            print(
+                f"{name:20} {computed.finished} of {computed.requests} finished in {computed.seconds:.0f} s, up to "
+                f"{computed.most_at_a_time} at a time, {computed.preemptions} preemptions",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
