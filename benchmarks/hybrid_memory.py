@@ -33,6 +33,7 @@ from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.step_plan import StepResult
+from octavo.errors import ConfigError, OctavoError
 from octavo.plugins.families import HASH_FUNCTIONS, REQUEST_QUEUES
 from octavo.plugins.registry import scan
 from octavo.selection.managers import choose_managers
@@ -65,7 +66,7 @@ class Outcome:
         num_blocks: Blocks that the bytes make.
         bytes_per_request: Bytes of the most blocks that one request may hold at a time.
         blocks_per_request: Those blocks, by group.
-        requests: Requests that were added, all at once.
+        requests: Requests that were added, all at once: as many as surely fit, each with the most that it may hold.
         most_at_a_time: Most requests that ran at a time.
         preemptions: Of all requests.
         finished: Requests that ended with all of their tokens.
@@ -110,6 +111,11 @@ def run(config: EngineConfig, num_bytes: int, num_tokens: int, num_new: int) -> 
     blocks_per_request = kv_cache_manager.coordinator.max_blocks_by_group(num_tokens, budget)
     num_watermark_blocks = int(config.scheduler.watermark * pool.num_usable_blocks)
     num_requests = (pool.num_usable_blocks - num_watermark_blocks) // sum(blocks_per_request)
+    if not num_requests:
+        raise ValueError(
+            f"{format_bytes(num_bytes)} hold no request of {num_tokens} tokens: one takes "
+            f"{format_bytes(sum(blocks_per_request) * layout.bytes_per_block)}; raise --memory or lower --tokens"
+        )
     rng = np.random.default_rng(0)
     for number in range(num_requests):
         prompt = rng.integers(3, needs.spec.vocab_size, num_tokens - num_new).tolist()
@@ -248,8 +254,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines += [f"{name:26} {cells[0]:{width}}   {cells[1]}" for name, cells in rows.items()]
     hybrid, full = outcomes
     lines.append(
-        f"{'ratio':26} {hybrid.most_at_a_time / full.most_at_a_time:.2f} times the requests at a time; "
-        f"by bytes a request {full.bytes_per_request / hybrid.bytes_per_request:.2f}"
+        f"{'ratio':26} {hybrid.most_at_a_time / full.most_at_a_time:.2f} times the requests at a time; by bytes a "
+        f"request, without rounding to whole ones, {full.bytes_per_request / hybrid.bytes_per_request:.2f}"
     )
     return "\n".join(lines)
 
@@ -267,13 +273,21 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.compute and arguments.model is None:
         parser.error("--compute needs the weights of a model: name one with --model")
-    num_bytes = parse_memory_size("--memory", arguments.memory)
+    if not 0 < arguments.new_tokens < arguments.tokens:
+        parser.error(f"--new-tokens must be from 1 to {arguments.tokens - 1}, for a request has --tokens in all")
+    try:
+        num_bytes = parse_memory_size("--memory", arguments.memory)
+    except ConfigError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model
         if model is None:
             model = str(Path(folder) / "config.json")
             Path(model).write_text(json.dumps(GEMMA_3_270M))
-        outcomes = compare(model, num_bytes, arguments.tokens, arguments.new_tokens, arguments.budget)
+        try:
+            outcomes = compare(model, num_bytes, arguments.tokens, arguments.new_tokens, arguments.budget)
+        except (OctavoError, ValueError) as error:
+            parser.error(str(error))
     if arguments.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
         return

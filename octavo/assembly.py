@@ -99,6 +99,8 @@ def build_engine(config: EngineConfig) -> Assembly:
         max_model_len,
     )
     _report_groups(cost, max_model_len)
+    if config.cache.disable_hybrid_kv_cache_manager:
+        _report_recycling(cost)
 
     pool = BlockPool(kv_cache_config.num_blocks, enable_caching=config.cache.enable_prefix_caching)
     managers = [
@@ -232,6 +234,19 @@ def _report_groups(cost: RequestCost, max_model_len: int) -> None:
     warning = padding_warning(cost, max_model_len)
     if warning is not None:
         logger.warning("%s", warning)
+
+
+def _report_recycling(cost: RequestCost) -> None:
+    """Warn where blocks are given back although the config says that they are to be kept."""
+    specs = {
+        group.spec for group, is_bounded in zip(cost.groups, cost.is_bounded_by_group(), strict=True) if is_bounded
+    }
+    for spec in specs:
+        logger.warning(
+            "disable_hybrid_kv_cache_manager has no effect on the layers that keep %s: its without_recycling does not "
+            "say what else they could keep",
+            spec,
+        )
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ OctavoError
 ├── PluginError                          something is wrong with a plugin, or with the choice of one
 │   ├── PluginNotFound                   nothing is registered under the name
 │   ├── PluginBroken                     it is registered, and importing it failed
-│   ├── PluginContractError              it was imported, and is not what its family asks for
+│   ├── PluginContractError              it is not what its family asks for, or gives back what attention reads
 │   ├── PluginOptionsError               it was given options that it does not take
 │   ├── PluginConflict                   two packages claim one name
 │   ├── PluginUnsuitable                 it works, and cannot serve what it was chosen for

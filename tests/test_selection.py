@@ -1,6 +1,7 @@
 """Which parts an engine is made of: what was chosen and why, and what is said when it cannot be."""
 
 import importlib
+import json
 import logging
 import sys
 
@@ -324,6 +325,57 @@ def test_a_model_that_reads_one_token_more_than_it_keeps_is_refused(site, tmp_pa
     config = config_for(folder, model_impl="wider")
     with pytest.raises(PluginContractError, match=r"attention \(window=18, chunk=None, keep_first=0\) reads from"):
         build_engine(config)
+
+
+def test_a_model_type_that_is_no_text_is_refused(tiny_folder, tmp_path):
+    config = json.loads((tiny_folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(tiny_folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": ["llama"]}))
+    assert refusal(CheckpointError, tmp_path) == (
+        f"The config of '{tmp_path}' gives ['llama'] as model_type; it has to be the name of one."
+    )
+
+
+STAYING = """
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from octavo.core.interfaces import SlidingWindowSpec
+from octavo.kv_managers.sliding_window import SlidingWindowManager
+from octavo.models.llama import LlamaModel
+
+@dataclass(frozen=True)
+class OwnSpec(SlidingWindowSpec):
+    kind: ClassVar[str] = "their_kind"
+    def without_recycling(self): return self
+
+class Manager(SlidingWindowManager):
+    contract_version = 1
+    serves = OwnSpec
+
+class Model(LlamaModel):
+    contract_version = 1
+    @classmethod
+    def spec_from_config(cls, config, **options):
+        spec = super().spec_from_config(config, **options)
+        own = [OwnSpec(s.block_size, s.num_kv_heads, s.head_dim, s.dtype, s.window) for s in spec.kv_cache_specs]
+        return replace(spec, kv_cache_specs=tuple(own))
+"""
+
+
+def test_a_spec_that_the_switch_does_not_change_is_warned_of(site, tmp_path, caplog):
+    entries = "[octavo.models]\ntheirs = their_module:Model\n[octavo.kv_managers]\ntheir_kind = their_module:Manager\n"
+    install(site, "their-package", entries, their_module=STAYING)
+    folder = tiny_models.tiny_mistral(tmp_path / "mistral")
+    build_engine(config_for(folder, model_impl="theirs", disable_hybrid_kv_cache_manager=True)).engine.shutdown()
+    (warning,) = (record.getMessage() for record in caplog.records if "no effect" in record.getMessage())
+    assert warning == (
+        "disable_hybrid_kv_cache_manager has no effect on the layers that keep OwnSpec(block_size=16, num_kv_heads=2, "
+        "head_dim=16, dtype='float32', window=16): its without_recycling does not say what else they could keep"
+    )
+    caplog.clear()
+    build_engine(config_for(folder, disable_hybrid_kv_cache_manager=True)).engine.shutdown()
+    assert not [record for record in caplog.records if "no effect" in record.getMessage()]
 
 
 def test_a_manager_that_serves_other_layers_is_refused(site, tiny_folder):

@@ -7,6 +7,7 @@ attend   for each unit: fetch blocks into scratch ──► dense keys and value
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from octavo.errors import ConfigError, PluginUnsuitable
 
 # Scores that the explicit softmax holds at a time, in numbers.
 EXPLICIT_SCORES = 16 << 20
+_KNOWN_FIELDS = frozenset(field.name for field in fields(AttentionSpec))
 
 
 class TorchSDPABackend(AttentionBackend):
@@ -61,6 +63,8 @@ class TorchSDPABackend(AttentionBackend):
                 f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}, which is served only with "
                 "value_is_key_prefix."
             )
+        if unknown := [field.name for field in fields(spec) if field.name not in _KNOWN_FIELDS]:
+            reasons.append(f"{type(spec).__name__} has {', '.join(unknown)}, which this backend knows nothing of.")
         return reasons
 
     def kv_cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:

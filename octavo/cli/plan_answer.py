@@ -157,16 +157,16 @@ class PlanAnswer:
         longest, max_position = self.plan.longest_request, self.plan.limits.max_position
         if longest == max_position:
             return f"{longest} tokens, as long as the model's positions go"
-        return f"{longest} tokens; the model's positions go up to {max_position}"
+        return f"{longest} tokens, which is what the memory holds; the model's positions go up to {max_position}"
 
     def _bytes_per_token(self) -> str:
         plan = self.plan
         if not any(group.is_bounded for group in plan.groups):
             return _size(plan.bytes_per_token)
-        while_kept = f"{_size(plan.bytes_per_token)} while all layers keep it"
-        if all(group.is_bounded for group in plan.groups):
-            return while_kept
-        return f"{while_kept}, {_size(plan.lasting_bytes_per_token)} until its request ends"
+        return (
+            f"{_size(plan.bytes_per_token)} while all layers keep it, {_size(plan.lasting_bytes_per_token)} until its "
+            "request ends"
+        )
 
     def _whole_request_lines(self) -> Iterator[str]:
         """Say what a request takes in all groups together, where there are several."""
@@ -231,11 +231,13 @@ class PlanAnswer:
             yield f"  {label:17}  {seen} in {describe_layers(layers)}; all tokens are kept nevertheless"
 
     def _switch_lines(self) -> Iterator[str]:
-        """Say what the same memory would hold with the other value of the switch."""
+        """Say what the same memory would hold with the other value of the switch, where two decimals show it."""
         if self.switched is None:
             return
         name, num_tokens = "disable_hybrid_kv_cache_manager", self.plan.max_model_len
         here, there = self.plan.concurrency_at(num_tokens), self.switched.concurrency_at(num_tokens)
+        if _times(here) == _times(there):
+            return
         # A setting that was chosen is said to be, for it is the one that costs.
         with_it = f"with {name}"
         if self.config.cache.disable_hybrid_kv_cache_manager:
@@ -265,7 +267,7 @@ class PlanAnswer:
 
     def _concurrency_lines(self) -> Iterator[str]:
         plan, scheduler = self.plan, self.config.scheduler
-        rows = plan.concurrency_by_length()
+        rows = _up_to_the_first_that_never_fits(plan.concurrency_by_length())
         most = max(row.num_requests for row in rows)
         yield "requests at a time, by their length, when they share no blocks"
         tokens_width, blocks_width = (len(str(n)) for n in (rows[-1].num_tokens, rows[-1].blocks_per_request))
@@ -285,6 +287,11 @@ class PlanAnswer:
                 "  A request that grows past the longest one that fits ends with finish_reason 'length' when the KV "
                 "cache is full."
             )
+
+
+def _up_to_the_first_that_never_fits(rows: "Sequence[Concurrency]") -> "list[Concurrency]":
+    """Return rows of growing length without those behind the first of which not one request fits."""
+    return [row for row, before in zip(rows, (None, *rows), strict=False) if before is None or before.num_requests]
 
 
 def _bars(rows: Sequence[tuple[str, int, str]], whole: int) -> Iterator[str]:

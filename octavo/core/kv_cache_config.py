@@ -235,6 +235,17 @@ class RequestCost:
         longer = self.num_blocks_by_group(2 * _ENDLESS_REQUEST)
         return [most == least for most, least in zip(longer, self.num_blocks_by_group(_ENDLESS_REQUEST), strict=True)]
 
+    def ways_to_need_less(self, longest_that_fits: int) -> str:
+        """Return settings with which a request takes less, as words of a sentence.
+
+        Args:
+            longest_that_fits: Tokens in the longest request that would fit as it is; 0 for none.
+        """
+        shorter = f"max_model_len={longest_that_fits} or max_model_len='auto'" if longest_that_fits else "block_size"
+        if not any(self.is_bounded_by_group()):
+            return shorter
+        return f"{shorter}, lower max_num_batched_tokens (what is given back on the way is held for a step at least)"
+
     def idle_share(self, num_tokens: int) -> float:
         """Return which share of what a request of `num_tokens` tokens holds at most lies idle."""
         idle_bytes = sum(
@@ -292,7 +303,7 @@ def num_blocks_from_memory(available_bytes: int, cost: RequestCost, max_model_le
         return num_blocks
     needed = cost.num_bytes(max_model_len) + block_bytes
     fits = cost.longest_request(num_blocks - 1, max_model_len)
-    way_out = f"Set max_model_len={fits} or max_model_len='auto'" if fits else "Lower block_size"
+    way_out = f"{'Set' if fits else 'Lower'} {cost.ways_to_need_less(fits)}"
     raise NotEnoughMemoryError(
         f"One request of max_model_len={max_model_len} tokens needs {needed} bytes of KV cache "
         f"({format_bytes(needed)}, one spare block of {block_bytes} bytes included), and {available_bytes} "

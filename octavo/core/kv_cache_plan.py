@@ -315,13 +315,17 @@ def _check_plausible(num_bytes: int) -> None:
 def _too_small(available_bytes: int, cost: RequestCost, limits: RequestLimits, fits: int) -> str:
     block_bytes, num_blocks = bytes_per_block(cost.groups), num_blocks_in(available_bytes, cost.groups)
     needed = cost.num_bytes(limits.shortest) + block_bytes
-    way_out = f"set max_model_len={fits} or max_model_len='auto'" if fits else "lower block_size"
+    way_out = f"{'set' if fits else 'lower'} {cost.ways_to_need_less(fits)}"
     return (
-        f"A request of {limits.shortest} tokens takes {_blocks(cost.num_blocks(limits.shortest))} of {block_bytes} "
-        f"bytes ({format_bytes(block_bytes)}) beside the null block, and {available_bytes} bytes "
-        f"({format_bytes(available_bytes)}) have room for {num_blocks}, the null block included. Give the KV cache "
-        f"{needed} bytes ({format_bytes(needed)}) or more, or {way_out}."
+        f"A request of {limits.shortest} tokens takes {_blocks(cost.num_blocks(limits.shortest))} of "
+        f"{_bytes(block_bytes)} beside the null block, and there is room for {num_blocks} in "
+        f"{_bytes(available_bytes)}, the null block included. Give the KV cache {_bytes(needed)} or more, or {way_out}."
     )
+
+
+def _bytes(count: int) -> str:
+    """Return a size in bytes, and as people read it where that is another text."""
+    return format_bytes(count) if count < 1024 else f"{count} bytes ({format_bytes(count)})"
 
 
 def _blocks(count: int) -> str:

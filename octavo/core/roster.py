@@ -125,9 +125,11 @@ class Roster:
         if num_new or hit.num_tokens:
             verdict = self.kv_cache_manager.allocate_slots(request, hit.num_tokens, num_new, hit)
             if not verdict:
+                managers = {type(manager).__qualname__ for manager in self.kv_cache_manager.coordinator.managers}
                 raise PluginContractError(
                     f"The KV cache admitted {request.request_id!r} and then had no room for it: {verdict.reason}. A "
-                    "KV-cache manager does not keep its contract."
+                    f"KV-cache manager does not keep its contract ({', '.join(sorted(managers))}): most likely its "
+                    "max_blocks_per_request is too small."
                 )
         if num_new:
             self.schedule(request, num_new, step)

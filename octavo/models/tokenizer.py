@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # Special tokens that templates may write out, by their names in tokenizer_config.json.
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Files that a vocabulary may stand in: SentencePiece's, byte-pair encoding's, WordPiece's, tiktoken's and Mistral's.
+_VOCABULARY_SUFFIXES = frozenset({".model", ".vocab", ".tiktoken", ".bpe", ".spm"})
+_VOCABULARY_NAMES = ("vocab", "merges", "tekken", "spiece", "sentencepiece", "tokenizer.model")
 
 
 class TextTokenizer:
@@ -147,6 +150,12 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
 
 def _converted_backend(folder: Path) -> tokenizers.Tokenizer:
     """Let transformers convert an older format, such as tokenizer.model."""
+    if not any(_may_hold_vocabulary(file) for file in folder.iterdir()):
+        # transformers would make a tokenizer of nothing for some models.
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and no file that another tokenizer would be made from, such as "
+            "tokenizer.model or vocab.json. Fetch the folder again, or add tokenizer.json."
+        )
     import transformers
 
     try:
@@ -157,12 +166,20 @@ def _converted_backend(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:
         raise CheckpointError(
             f"{folder} has no tokenizer.json, and transformers cannot make one from the other files there: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__} "
-            "Fetch the folder again, or add tokenizer.json."
+            f"{_first_line(error)}. Fetch the folder again, or add tokenizer.json."
         ) from error
     if not isinstance(backend, tokenizers.Tokenizer):
         raise CheckpointError(f"{folder} has a tokenizer of a kind that cannot be used. Add tokenizer.json.")
     return backend
+
+
+def _may_hold_vocabulary(file: Path) -> bool:
+    return file.suffix in _VOCABULARY_SUFFIXES or file.name.startswith(_VOCABULARY_NAMES)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(" .:")
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -95,12 +95,13 @@ def _needs(
     named_model = named_unless_auto(config, registry, MODELS, config.model_impl)
     checkpoint = open_model(config.model)
     device = device_of(config.device)
-    dtype = _dtype(config.dtype, device, checkpoint)
     model = named_model or _model_by_type(config, registry, checkpoint.config.get("model_type"))
+    if model.part.plugin.is_built_in:
+        with _naming(config.model):
+            refuse_unserved(f"model_type {checkpoint.config.get('model_type')!r}", checkpoint.config)
+    dtype = _dtype(config.dtype, device, checkpoint)
     kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
     with _naming(config.model), model.part.blamed("when it was asked what the model needs"):
-        if model.part.plugin.is_built_in:
-            refuse_unserved(f"model_type {checkpoint.config.get('model_type')!r}", checkpoint.config)
         spec: ModelSpec = model.part.loaded.spec_from_config(
             checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
         )
@@ -159,6 +160,10 @@ def _model_by_type(config: EngineConfig, registry: Registry, model_type: Any) ->
         raise UnsupportedModelError(
             f"The config of {config.model!r} has no model_type, by which a model class is chosen. If it is a model's "
             "config, name the class in model_impl."
+        )
+    if not isinstance(model_type, str):
+        raise CheckpointError(
+            f"The config of {config.model!r} gives {model_type!r} as model_type; it has to be the name of one."
         )
     # With "auto" only Octavo's own models are taken: installing a package changes nothing by itself.
     native = {plugin.name for plugin in registry.plugins(MODELS) if plugin.is_built_in}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -318,3 +318,22 @@ def test_a_spec_that_cannot_be_served_is_refused_with_the_reason(changes: dict[s
 def test_all_reasons_are_named_at_once() -> None:
     spec = replace(PLAIN, dtype="int4", kv_dtype="fp8", device="abacus:0", head_dim_v=8)
     assert len(TorchSDPABackend.cannot_serve(spec)) == 4
+
+
+def test_what_a_spec_says_beyond_the_contract_is_not_passed_over():
+    @dataclass(frozen=True)
+    class StripedSpec(AttentionSpec):
+        every: int = 2
+
+    spec = StripedSpec(
+        num_query_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        head_dim_v=8,
+        scale=1.0,
+        block_size=4,
+        dtype="float32",
+        kv_dtype="float32",
+        device="cpu",
+    )
+    assert TorchSDPABackend.cannot_serve(spec) == ["StripedSpec has every, which this backend knows nothing of."]

@@ -116,7 +116,7 @@ def test_each_length_has_a_bar_and_what_never_fits_has_none(config_file, capsys)
         "memory           800.00 MiB (838860800 bytes), num_kv_blocks by flag --num-kv-blocks",
         "blocks           200 of 4.00 MiB (4194304 bytes), one of them the null block",
         "bytes a token    256.00 KiB (262144 bytes)",
-        "longest request  3184 tokens; the model's positions go up to 8192",
+        "longest request  3184 tokens, which is what the memory holds; the model's positions go up to 8192",
         "max_model_len    4096 tokens, by flag --max-model-len",
     ]
     assert lines[lines.index("where the memory goes") :] == [
@@ -134,6 +134,21 @@ def test_each_length_has_a_bar_and_what_never_fits_has_none(config_file, capsys)
         "  A request that grows past the longest one that fits ends with finish_reason 'length' when the KV cache is "
         "full.",
     ]
+
+
+def test_of_lengths_that_never_fit_the_shortest_is_shown_alone(config_file, planned, capsys):
+    arguments = [config_file(), "--num-kv-blocks", "40", "--max-model-len", "8192"]
+    lines = lines_of(capsys, *arguments)
+    first = lines.index("requests at a time, by their length, when they share no blocks") + 1
+    assert lines[first:] == [
+        "   512 tokens, 32 blocks  ########################################  1",
+        "  1024 tokens, 64 blocks                                            0",
+        "  maximum concurrency for 8192 tokens a request: 0.07x",
+        "  A request that grows past the longest one that fits ends with finish_reason 'length' when the KV cache is "
+        "full.",
+    ]
+    # A program gets all of them.
+    assert [row["num_requests"] for row in planned(*arguments)["concurrency"]] == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -329,9 +344,14 @@ def test_two_sizes_of_the_settings_are_refused_as_by_an_engine(tiny_folder, refu
 
 
 def test_what_is_too_little_or_no_size_is_refused(tiny_folder, refused):
-    assert refused(tiny_folder, "--memory", "16383").endswith(
-        "have room for 1, the null block included. Give the KV cache 16384 bytes (16.00 KiB) or more, or lower "
-        "block_size."
+    assert refused(tiny_folder, "--memory", "16383") == (
+        "A request of 2 tokens takes 1 block of 8192 bytes (8.00 KiB) beside the null block, and there is room for 1 "
+        "in 16383 bytes (16.00 KiB), the null block included. Give the KV cache 16384 bytes (16.00 KiB) or more, or "
+        "lower block_size."
+    )
+    assert refused(tiny_folder, "--memory", "1", "--block-size", "1") == (
+        "A request of 2 tokens takes 2 blocks of 512 bytes beside the null block, and there is room for 0 in 1 byte, "
+        "the null block included. Give the KV cache 1536 bytes (1.50 KiB) or more, or lower block_size."
     )
     assert refused(tiny_folder, "--memory", "8P").startswith("--memory is '8P'; it must be a number above 0")
     assert refused(tiny_folder, "--memory", "8Gb") == (
@@ -402,6 +422,14 @@ def test_a_request_holds_no_more_than_a_window_and_a_steps_tokens(config_file, p
     assert group["blocks_per_request"] == 8 + 33
 
 
+def test_where_all_layers_have_a_window_nothing_stays_until_the_request_ends(config_file, planned, capsys):
+    arguments = [config_file(model_type="mistral", sliding_window=128), "--memory", "1GiB", "--device", "cuda"]
+    assert planned(*arguments)["lasting_bytes_per_token"] == 0
+    assert (
+        "bytes a token    128.00 KiB (131072 bytes) while all layers keep it, 0 bytes until its request ends"
+    ) in lines_of(capsys, *arguments)
+
+
 def test_layers_with_a_window_and_layers_without_have_groups_of_their_own(config_file, planned):
     file = config_file(model_type="qwen2", use_sliding_window=True, sliding_window=128, max_window_layers=16)
     groups = planned(file, "--memory", "1GiB")["groups"]
@@ -463,7 +491,7 @@ def test_a_folder_and_its_config_alone_give_the_same(tiny_folder, tmp_path, plan
         ),
         (
             {"model_type": "nobodys"},
-            "In '{file}': model_type 'nobodys' has the model_type 'nobodys', which Octavo has no class for and",
+            "In '{file}': model_type 'nobodys' is known neither to Octavo nor to transformers",
         ),
         (
             {"model_type": "qwen3_next"},
@@ -532,6 +560,14 @@ def test_a_third_partys_manager_says_what_a_request_takes(sink_window, tmp_path,
     assert "  KV-cache manager   sink_window (octavo-sink-window 1.0), by default; " in shown
     # Its layers see a window, and keep no more than that.
     assert "all tokens are kept" not in shown
+    # The spec says what its layers keep without that.
+    assert "\n  with disable_hybrid_kv_cache_manager: " in shown
+    (group,) = planned(*arguments, "--disable-hybrid-kv-cache-manager")["groups"]
+    assert (group["kind"], group["spec"]["class"], group["is_bounded"]) == (
+        "full_attention",
+        "FullAttentionSpec",
+        False,
+    )
 
 
 def test_what_a_package_prints_is_not_part_of_the_answer(tiny_folder, site, planned, capsys):
@@ -675,6 +711,20 @@ def test_the_switch_is_left_out_where_it_changes_nothing(config_file, planned, c
     arguments = ["--memory", "1GiB", "--disable-hybrid-kv-cache-manager"]
     assert planned(config_file(), *arguments)["switched"] is None
     assert not [line for line in lines_of(capsys, config_file(), *arguments) if "disable_hybrid" in line]
+
+
+def test_the_switch_is_left_out_where_two_decimals_show_no_difference(config_file, planned, capsys):
+    # A request is shorter than the window: its 16 blocks are as many, and as large, with and without.
+    arguments = [config_file(model_type="mistral", sliding_window=512), "--memory", "1GiB", "--max-model-len", "256"]
+    answer = planned(*arguments)
+    assert answer["switched"]["max_concurrency"] == answer["max_concurrency"] == 255 / 16
+    lines = lines_of(capsys, *arguments)
+    assert lines[-1] == "  maximum concurrency for 256 tokens a request: 15.93x"
+    # A request longer than the window and a step's tokens together shows one.
+    arguments = [*arguments[:-1], "4096"]
+    assert lines_of(capsys, *arguments)[-1] == (
+        "  with disable_hybrid_kv_cache_manager: 0.99x instead of 1.58x, at 1.00 GiB a request instead of 644.00 MiB"
+    )
 
 
 def test_a_manager_that_is_named_for_windows_is_no_obstacle_to_the_comparison(gemma, planned):

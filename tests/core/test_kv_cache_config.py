@@ -116,6 +116,16 @@ def test_memory_for_a_hundred_tokens_does_not_hold_a_request_of_4096_and_the_err
         num_blocks_from_memory(available, cost, 81)
 
 
+def test_where_blocks_are_given_back_a_smaller_step_is_a_way_out():
+    cost = cost_of(SMALL, 1, LastTokensManager, max_tokens_in_flight=512)
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"'auto', lower max_num_batched_tokens \(what is given back on the "
+    ):
+        num_blocks_from_memory(20 * SMALL.page_bytes, cost, 4096)
+    smaller = cost_of(SMALL, 1, LastTokensManager, max_tokens_in_flight=64)
+    assert num_blocks_from_memory(20 * SMALL.page_bytes, smaller, 4096) == 20
+
+
 def test_the_bytes_that_the_error_asks_for_are_enough_and_one_less_is_not():
     cost = cost_of(LARGE, 32)
     assert num_blocks_from_memory(538968064, cost, 4096) == 257

@@ -195,9 +195,9 @@ def test_memory_for_no_request_is_refused_with_what_would_do():
     with pytest.raises(NotEnoughMemoryError) as caught:
         large_plan(2 * MIB + 7)
     assert str(caught.value) == (
-        "A request of 2 tokens takes 1 block of 2097152 bytes (2.00 MiB) beside the null block, and 2097159 bytes "
-        "(2.00 MiB) have room for 1, the null block included. Give the KV cache 4194304 bytes (4.00 MiB) or more, or "
-        "lower block_size."
+        "A request of 2 tokens takes 1 block of 2097152 bytes (2.00 MiB) beside the null block, and there is room "
+        "for 1 in 2097159 bytes (2.00 MiB), the null block included. Give the KV cache 4194304 bytes (4.00 MiB) or "
+        "more, or lower block_size."
     )
     assert caught.value.max_model_len_that_fits == 0
     assert large_plan(4194304).max_model_len == 16
@@ -207,9 +207,9 @@ def test_memory_for_shorter_requests_than_were_asked_for_is_refused_with_the_len
     with pytest.raises(NotEnoughMemoryError) as caught:
         large_plan(6 * 2 * MIB, max_model_len=4096)
     assert str(caught.value) == (
-        "A request of 4096 tokens takes 256 blocks of 2097152 bytes (2.00 MiB) beside the null block, and 12582912 "
-        "bytes (12.00 MiB) have room for 6, the null block included. Give the KV cache 538968064 bytes (514.00 MiB) or "
-        "more, or set max_model_len=80 or max_model_len='auto'."
+        "A request of 4096 tokens takes 256 blocks of 2097152 bytes (2.00 MiB) beside the null block, and there is "
+        "room for 6 in 12582912 bytes (12.00 MiB), the null block included. Give the KV cache 538968064 bytes (514.00 "
+        "MiB) or more, or set max_model_len=80 or max_model_len='auto'."
     )
     assert caught.value.max_model_len_that_fits == 80
     assert large_plan(538968064, max_model_len=4096).concurrency_at(4096).num_requests == 1

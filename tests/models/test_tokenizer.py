@@ -15,6 +15,7 @@ from octavo.core.interfaces.model import Checkpoint, Tokenizer
 from octavo.errors import CheckpointError, InvalidRequestError
 from octavo.models.gguf_tokenizer import tokenizer_from_gguf
 from octavo.models.tokenizer import tokenizer_from_folder
+from octavo.testing import tiny_models
 
 TEXTS = [
     "",
@@ -343,4 +344,25 @@ def test_a_model_without_a_template_takes_no_conversation(folder: Path) -> None:
 def test_a_broken_tokenizer_file_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        tokenizer_from_folder(folder)
+
+
+@pytest.mark.parametrize("make", [tiny_models.tiny_qwen3, tiny_models.tiny_gemma3])
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(make: Any, tmp_path: Path) -> None:
+    # transformers makes one of nothing for these families.
+    folder = make(tmp_path / "model")
+    with pytest.raises(CheckpointError) as caught:
+        tokenizer_from_folder(folder)
+    assert str(caught.value) == (
+        f"{folder} has no tokenizer.json, and no file that another tokenizer would be made from, such as "
+        "tokenizer.model or vocab.json. Fetch the folder again, or add tokenizer.json."
+    )
+
+
+def test_a_vocabulary_that_makes_no_tokenizer_is_named_in_whole_sentences(tmp_path: Path) -> None:
+    folder = tiny_models.tiny_llama(tmp_path / "model")
+    (folder / "tokenizer.model").write_bytes(b"no such thing")
+    with pytest.raises(
+        CheckpointError, match=r"cannot make one from the other files there: .+[^ .:]\. Fetch the folder"
+    ):
         tokenizer_from_folder(folder)

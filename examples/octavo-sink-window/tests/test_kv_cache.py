@@ -2,6 +2,7 @@
 
 from octavo_sink_window import SinkWindowManager, SinkWindowSpec
 
+from octavo.core.interfaces import FullAttentionSpec
 from octavo.testing import KVCacheManagerSuite
 
 
@@ -19,6 +20,12 @@ class TestSinkWindow(KVCacheManagerSuite):
 
     def reads(self, spec, query_position, key_position):
         return key_position < spec.keep_first or key_position > query_position - spec.window
+
+
+def test_without_recycling_everything_is_kept():
+    kept = FIRST_TWO_LAST_THREE.without_recycling()
+    assert (type(kept), kept) == (FullAttentionSpec, FullAttentionSpec(4, 1, 4, "float32"))
+    assert kept.page_bytes == FIRST_TWO_LAST_THREE.page_bytes
 
 
 class FakePool:

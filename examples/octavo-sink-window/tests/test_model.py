@@ -147,6 +147,12 @@ def test_a_manager_that_drops_nothing_serves_the_spec_too(make_llm, expected):
     assert tokens_of(generate(llm, PROMPTS, NUM_TOKENS)) == expected
 
 
+def test_the_switch_lets_all_layers_keep_everything(make_llm, expected):
+    llm = make_llm(disable_hybrid_kv_cache_manager=True)
+    assert tokens_of(generate(llm, PROMPTS, NUM_TOKENS)) == expected
+    assert [selected.group.spec.kind for selected in llm.selection.groups] == ["full_attention"]
+
+
 def test_a_text_grows_while_the_blocks_that_it_holds_do_not(folder, oracle):
     from octavo.assembly import build_engine
 

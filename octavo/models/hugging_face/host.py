@@ -81,10 +81,11 @@ def host_config(config: Mapping[str, Any]) -> Any:
     known = transformers.CONFIG_MAPPING
     if not isinstance(model_type, str) or model_type not in known:
         code = " The code in its folder is not run." if config.get("auto_map") else ""
+        typed = f"model_type {model_type!r}"
         raise UnsupportedModelError(
-            f"{name} has the model_type {model_type!r}, which Octavo has no class for and transformers "
-            f"{transformers.__version__} does not know.{code} Install a newer transformers if that knows it, or a "
-            "package that registers a model for it, and name it in model_impl."
+            f"{name if name == typed else f'{name} ({typed})'} is known neither to Octavo nor to transformers "
+            f"{transformers.__version__}.{code} Install a newer transformers if that knows it, or a package that "
+            "registers a model for it, and name it in model_impl."
         )
     for key in _QUANTISATION_KEYS:
         if config.get(key):

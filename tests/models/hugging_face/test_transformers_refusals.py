@@ -96,9 +96,9 @@ def test_a_model_that_transformers_does_not_know_is_refused():
     with pytest.raises(UnsupportedModelError) as refusal:
         spec_of({"model_type": "my_model", "architectures": ["MyModel"]})
     assert str(refusal.value) == (
-        "MyModel has the model_type 'my_model', which Octavo has no class for and transformers "
-        f"{transformers.__version__} does not know. Install a newer transformers if that knows it, or a package that "
-        "registers a model for it, and name it in model_impl."
+        f"MyModel (model_type 'my_model') is known neither to Octavo nor to transformers {transformers.__version__}. "
+        "Install a newer transformers if that knows it, or a package that registers a model for it, and name it in "
+        "model_impl."
     )
 
 

@@ -26,6 +26,9 @@ class SinkWindowSpec(FullAttentionSpec):
     keep_first: int
     window: int
 
+    def without_recycling(self) -> KVCacheSpec:
+        return FullAttentionSpec(self.block_size, self.num_kv_heads, self.head_dim, self.dtype)
+
     @property
     def num_first_blocks(self) -> int:
         """Blocks at the start that stay."""
