@@ -14,6 +14,7 @@ from octavo.models.config_values import (
     not_negative,
     positive,
     refuse_unless_neutral,
+    shortened,
     whole,
 )
 from octavo.models.rope import RopeSpec, read_rope
@@ -194,6 +195,12 @@ def read_config(config: Mapping[str, Any]) -> DeepseekConfig:
     if rope_dim % 2:
         raise CheckpointError(f"The config gives {rope_dim} as qk_rope_head_dim; it has to be even.")
     max_position = positive(config, "max_position_embeddings")
+    # Some files repeat it so; transformers makes its rope from it.
+    if config.get("head_dim") not in (None, rope_dim):
+        raise CheckpointError(
+            f"The config gives {shortened(config['head_dim'])} as head_dim and {rope_dim} as qk_rope_head_dim; they "
+            "have to be the same, or head_dim left out."
+        )
     rope = read_rope(config, head_dim=rope_dim, max_position_embeddings=max_position)
     return DeepseekConfig(
         vocab_size=positive(config, "vocab_size"),

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 
+# Above any number of a rope: bases go up to some 1e8, and factors are far below.
+_LARGEST = 1e12
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -50,26 +53,36 @@ class RopeSpec:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.parameters.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
             raise CheckpointError(
                 f"The config gives {value!r} as {key} of the rope type {self.rope_type!r}; it has to be a number."
             )
         return value
 
+    def number_above(self, bound: float, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not value > bound:
+            raise CheckpointError(
+                f"The config gives {value!r} as {key} of the rope type {self.rope_type!r}; it has to be above "
+                f"{bound:g}."
+            )
+        return value
+
     def integer(self, key: str) -> int:
         value = self.number(key, self.max_position_embeddings if key == "original_max_position_embeddings" else None)
-        if value != int(value) or value < 1:
-            raise CheckpointError(f"The config gives {value!r} as rope's {key}; it has to be a positive whole number.")
+        if value != int(value) or not 1 < value < 2**31:
+            raise CheckpointError(f"The config gives {value!r} as rope's {key}; it has to be a whole number above 1.")
         return int(value)
 
     def numbers(self, key: str) -> Tensor:
-        """Return a list with one number a frequency, float32. [head_dim / 2]"""
+        """Return a list with one number above 0 a frequency, float32. [head_dim / 2]"""
         values = self.parameters.get(key)
         count = self.head_dim // 2
-        if not isinstance(values, list) or len(values) != count or not all(type(v) in (int, float) for v in values):
+        is_long_enough = isinstance(values, list) and len(values) == count
+        if not is_long_enough or not all(type(v) in (int, float) and 0 < v < _LARGEST for v in values or ()):
             raise CheckpointError(
-                f"The config has to give {count} numbers as {key} of the rope type {self.rope_type!r}, one for each "
-                f"pair of a head of {self.head_dim}."
+                f"The config has to give {count} numbers above 0 as {key} of the rope type {self.rope_type!r}, one for "
+                f"each pair of a head of {self.head_dim}."
             )
         return torch.tensor(values, dtype=torch.float32)
 
@@ -82,6 +95,11 @@ def read_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddin
         CheckpointError: A number that the type needs is missing or is no number.
     """
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("rope_parameters") and config.get("rope_scaling") not in (None, {}, stated):
+        raise UnsupportedModelError(
+            "The config has both rope_parameters and rope_scaling, and they differ; leave out the one that is not "
+            "meant."
+        )
     if not isinstance(stated, Mapping):
         raise CheckpointError(f"The config gives {stated!r} as its rope parameters; they have to be an object.")
     rope_type = stated.get("rope_type", stated.get("type")) or "default"
@@ -152,16 +170,16 @@ def apply_rope(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _default_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    return 1.0 / _wavelengths(spec, spec.number("rope_theta")), 1.0
+    return 1.0 / _wavelengths(spec, spec.number_above(1, "rope_theta")), 1.0
 
 
 def _linear_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    return _default_frequencies(spec)[0] / spec.number("factor"), 1.0
+    return _default_frequencies(spec)[0] / spec.number_above(0, "factor"), 1.0
 
 
 def _dynamic_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     # Up to max_position_embeddings, where serving ends, this scheme changes nothing.
-    spec.number("factor")
+    spec.number_above(0, "factor")
     return _default_frequencies(spec)
 
 
@@ -171,8 +189,9 @@ def _frequency_factor_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
 
 
 def _llama3_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    factor = spec.number("factor")
-    low_freq_factor, high_freq_factor = spec.number("low_freq_factor"), spec.number("high_freq_factor")
+    factor = spec.number_above(0, "factor")
+    low_freq_factor = spec.number_above(0, "low_freq_factor")
+    high_freq_factor = spec.number_above(0, "high_freq_factor")
     original_length = spec.integer("original_max_position_embeddings")
     frequencies = _default_frequencies(spec)[0]
     wavelengths = 2 * math.pi / frequencies
@@ -184,15 +203,15 @@ def _llama3_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
 
 
 def _yarn_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    theta, factor = spec.number("rope_theta"), spec.number("factor")
+    theta, factor = spec.number_above(1, "rope_theta"), spec.number_above(0, "factor")
     original_length = spec.integer("original_max_position_embeddings")
 
     def pair_that_turns(num_rotations: float) -> float:
         """Return the index of the pair that turns so often over the original length."""
         return spec.head_dim * math.log(original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair_that_turns(spec.number("beta_fast", 32.0))
-    high = pair_that_turns(spec.number("beta_slow", 1.0))
+    low = pair_that_turns(spec.number_above(0, "beta_fast", 32.0))
+    high = pair_that_turns(spec.number_above(0, "beta_slow", 1.0))
     if spec.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.head_dim - 1)
@@ -205,22 +224,26 @@ def _yarn_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
 
 def _yarn_attention_factor(spec: RopeSpec, factor: float) -> float:
     if spec.parameters.get("attention_factor") is not None:
-        return spec.number("attention_factor")
+        return spec.number_above(0, "attention_factor")
 
     def scale(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = spec.number("mscale", 0.0), spec.number("mscale_all_dim", 0.0)
+    mscale, mscale_all_dim = (
+        # 0 stands for none.
+        spec.number_above(0, key) if spec.parameters.get(key) else 0.0
+        for key in ("mscale", "mscale_all_dim")
+    )
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
 def _longrope_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     spec.numbers("long_factor")  # for sequences longer than `max_position`: checked, not used
     original_length = spec.integer("original_max_position_embeddings")
-    factor = spec.number("factor", spec.max_position_embeddings / original_length)
+    factor = spec.number_above(0, "factor", spec.max_position_embeddings / original_length)
     inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_length))
-    wavelengths = spec.numbers("short_factor") * _wavelengths(spec, spec.number("rope_theta"))
-    return 1.0 / wavelengths, spec.number("attention_factor", inferred)
+    wavelengths = spec.numbers("short_factor") * _wavelengths(spec, spec.number_above(1, "rope_theta"))
+    return 1.0 / wavelengths, spec.number_above(0, "attention_factor", inferred)
 
 
 def _wavelengths(spec: RopeSpec, theta: float) -> Tensor:

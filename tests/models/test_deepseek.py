@@ -338,6 +338,11 @@ def test_what_is_not_computed_is_refused(
             "The config lacks 'num_experts_per_tok', which every model of its kind needs.",
         ),
         ("v2", {"qk_rope_head_dim": 7}, "The config gives 7 as qk_rope_head_dim; it has to be even."),
+        (
+            "v3",
+            {"head_dim": 1},
+            "The config gives 1 as head_dim and 8 as qk_rope_head_dim; they have to be the same, or head_dim left out.",
+        ),
         ("v2", {"kv_lora_rank": 0}, "The config gives 0 as kv_lora_rank; it has to be positive."),
         ("v3", {"q_lora_rank": 0.5}, "The config gives 0.5 as q_lora_rank; it has to be a whole number."),
         (

@@ -213,6 +213,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
         "rope parameters to each kind of layer",
     ),
+    "rope that is stated twice": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "has both rope_parameters and rope_scaling, and they differ",
+    ),
     "partial rope": ({"partial_rotary_factor": 0.5}, "rope on 0.5 of each head"),
     "a window in a Llama": ({"sliding_window": 4096}, "sets sliding_window to 4096.*'mistral'"),
     "layer types that do not hold": ({"layer_types": ["full_attention"] * 3}, "layer_types are"),
@@ -238,7 +242,21 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a missing rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "None as factor of the rope type 'linear'"),
     "rope factors that are too few": (
         {"rope_parameters": ROPES["longrope"] | {"short_factor": [1.0]}},
-        "8 numbers as short_factor",
+        "8 numbers above 0 as short_factor",
+    ),
+    "a rope base of 1": ({"rope_parameters": {"rope_theta": 1.0}}, "1.0 as rope_theta of the rope type 'default'; it"),
+    "a negative rope factor": (
+        {"rope_parameters": {"rope_type": "linear", "factor": -1.0}},
+        "-1.0 as factor of the rope type 'linear'; it has to be above 0.",
+    ),
+    "a rope number of no model": (
+        {"rope_parameters": ROPES["yarn"] | {"attention_factor": 10**30}},
+        "as attention_factor of the rope type 'yarn'; it has to be a number.",
+    ),
+    "a beta of 0": ({"rope_parameters": ROPES["yarn"] | {"beta_slow": 0}}, "0 as beta_slow of the rope type 'yarn'"),
+    "a rope factor of 0 for a pair": (
+        {"rope_parameters": ROPES["longrope"] | {"short_factor": [0.0] * 8}},
+        "8 numbers above 0 as short_factor",
     ),
     "rope parameters that are text": ({"rope_parameters": "linear"}, "'linear' as its rope parameters"),
 }
