@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from octavo.core.outputs import NON_FINITE_LOGITS, EngineOutput, TokenLogprobs
@@ -9,6 +11,8 @@ from octavo.core.request import Request, RequestStatus
 from octavo.core.roster import Roster
 from octavo.core.scheduled import Entries
 from octavo.core.step_plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Intake:
@@ -91,7 +95,21 @@ class Intake:
             roster.finish(request)
 
     def _fail(self, request: Request, output: EngineOutput) -> None:
-        """End a request whose logits were not finite; nobody may start from its keys and values."""
+        """End a request whose logits were not finite; nobody may start from its keys and values.
+
+        One that began with what another request left behind is first computed anew: the fault may be the other's.
+        """
         if request.status is RequestStatus.RUNNING:
             self._roster.kv_cache_manager.forget_blocks(request)
+            # A step that is planned already takes part in what was found.
+            is_ahead = self._roster.table.num_awaited_tokens[request.row] > 0
+            if request.num_hit_tokens and not is_ahead:
+                logger.warning(
+                    "the logits of %r are not finite; it is computed anew without the prefix cache, where it had found "
+                    "%d tokens",
+                    request.request_id,
+                    request.num_hit_tokens,
+                )
+                self._roster.compute_anew(request)
+                return
         self._roster.end(request, "error", NON_FINITE_LOGITS, output)

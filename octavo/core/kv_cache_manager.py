@@ -76,7 +76,8 @@ class KVCacheManager:
 
     def reads_prefixes_of(self, request: Request) -> bool:
         """Say whether cached prefixes are looked up for a request."""
-        return self.hasher is not None and not request.params.skip_reading_prefix_cache
+        is_wanted = not (request.params.skip_reading_prefix_cache or request.distrusts_prefix_cache)
+        return self.hasher is not None and is_wanted
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that leaves at least one token to compute. Changes no block."""

@@ -41,6 +41,8 @@ class Request:
             KVCacheManager reads it. None, before it is admitted, for all.
         row: Its place in all per-row columns and tables while it holds blocks, else NO_ROW.
         num_cached_tokens: Prompt tokens that the prefix cache had when it was first admitted; None before.
+        num_hit_tokens: Tokens that it found in the prefix cache when it was last admitted.
+        distrusts_prefix_cache: Whether it is computed from nothing, because what it found may have been wrong.
         num_computed_before_preemption: Tokens whose keys and values the latest preemption threw away.
     """
 
@@ -49,6 +51,7 @@ class Request:
         "arrival",
         "block_keys",
         "choice",
+        "distrusts_prefix_cache",
         "eos_token_ids",
         "findable_prefixes",
         "first_block_extra",
@@ -56,6 +59,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_before_preemption",
+        "num_hit_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "params",
@@ -104,6 +108,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_hit_tokens = 0
+        self.distrusts_prefix_cache = False
         self.num_computed_before_preemption = 0
 
     @property

@@ -121,6 +121,7 @@ class Roster:
     def admit(self, request: Request, hit: PrefixHit, num_new: int, step: StepBuilder) -> None:
         """Give a waiting request a row, the blocks of its hit and those for its first tokens, which may be none yet."""
         self.table.add(request, hit.num_tokens)
+        request.num_hit_tokens = hit.num_tokens
         self.kv_cache_manager.choose_findable_prefixes(request, hit)
         if num_new or hit.num_tokens:
             verdict = self.kv_cache_manager.allocate_slots(request, hit.num_tokens, num_new, hit)
@@ -185,6 +186,12 @@ class Roster:
         step.preempted.append(request)
         self.put_back_in_line(request)
         logger.debug("preempted %s with %d tokens", request.request_id, request.num_tokens)
+
+    def compute_anew(self, request: Request) -> None:
+        """Let a running request wait again and begin from nothing, for what it found may have been wrong."""
+        request.distrusts_prefix_cache = True
+        request.num_computed_before_preemption = self.num_computed(request)
+        self.put_back_in_line(request)
 
     def put_back_in_line(self, request: Request) -> None:
         """Let a running request wait again, without its blocks."""

@@ -152,7 +152,13 @@ class ReferenceEngine:
                 # Nobody can say how far back its blocks are wrong.
                 self.cache.drop_recycled(request)
                 self.cache.drop_keys(request, [0] * len(request.tables))
-                self.end(request, "error", "non_finite_logits")
+                if request.num_adopted:
+                    # The fault may be in what it found. It begins again without.
+                    self.plan.pop(request)
+                    request.skips_reading = True
+                    self.put_back_in_line(request)
+                else:
+                    self.end(request, "error", "non_finite_logits")
                 continue
             request.tokens.append(token)
             self.counters["generated_tokens"] += 1

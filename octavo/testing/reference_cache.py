@@ -128,6 +128,7 @@ class ReferenceRequest:
         num_sealed: Entries at the front of each table that are registered.
         num_final: Those of them that were before this step. The others are dropped if the step does not come about.
         findable: Lengths of its beginnings that are likely to be asked for when it has moved on.
+        num_adopted: Tokens that it found in the cache when it was last admitted.
         num_cached: Tokens that the cache had when it was first admitted; None before.
         num_lost: Tokens that were computed when it last lost its blocks.
     """
@@ -148,6 +149,7 @@ class ReferenceRequest:
     num_sealed: list[int] = field(default_factory=list)
     num_final: list[int] = field(default_factory=list)
     findable: set[int] = field(default_factory=set)
+    num_adopted: int = 0
     num_cached: int | None = None
     num_lost: int = 0
     num_preemptions: int = 0
@@ -298,7 +300,7 @@ class ReferenceCache:
         """Let a request begin with what was found for it, and choose what of it stays findable longest."""
         request.tables = [list(table) for table in hit.tables]
         self.pool.touch(request.blocks)
-        request.computed = hit.num_tokens
+        request.computed = request.num_adopted = hit.num_tokens
         request.num_sealed = [len(table) for table in hit.tables]
         request.num_final = request.num_sealed[:]
         request.findable = {hit.num_tokens, hit.junction, self.aligned(request.num_prompt - 1)}

@@ -450,6 +450,43 @@ def test_a_request_whose_logits_are_not_finite_ends_alone_and_its_blocks_are_for
     assert run_to_end(engine)["bad"].num_cached_tokens == 0
 
 
+def test_who_began_with_what_another_left_is_computed_anew_from_nothing_when_its_logits_are_not_finite(
+    make_engine, caplog
+):
+    engine, runner = make_engine(40, 4)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    engine.add_request("first", range(20), params)
+    run_to_end(engine)
+    engine.add_request("second", [*range(20), 50, 51], params)
+    # What it found is to be at fault: with it the first token cannot be sampled.
+    runner.failing_request_ids = {"second"}
+    finished: dict[str, Finished] = {}
+    collect(finished, engine.step())
+    assert "second" not in finished
+    assert caplog.messages == [
+        "the logits of 'second' are not finite; it is computed anew without the prefix cache, where it had found "
+        "20 tokens"
+    ]
+    runner.failing_request_ids = set()
+    finished = run_to_end(engine)
+    assert finished["second"].token_ids == expected_tokens([*range(20), 50, 51], 3, 1000)
+    assert (finished["second"].finish_reason, finished["second"].num_preemptions) == ("length", 0)
+    assert runner.plans[-3].num_tokens == 22
+
+
+def test_who_fails_from_nothing_as_well_ends(make_engine):
+    engine, runner = make_engine(40, 4)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    engine.add_request("first", range(20), params)
+    run_to_end(engine)
+    runner.failing_request_ids = {"second"}
+    engine.add_request("second", [*range(20), 50, 51], params)
+    num_plans = len(runner.plans)
+    second = run_to_end(engine)["second"]
+    assert (second.finish_reason, second.stop_reason, second.token_ids) == ("error", "non_finite_logits", [])
+    assert [plan.num_tokens for plan in runner.plans[num_plans:]] == [2, 22]
+
+
 # -- counters ---------------------------------------------------------------------------------------------------
 
 
