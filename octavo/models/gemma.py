@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
 from octavo.errors import CheckpointError
 from octavo.models.config_values import ACTIVATIONS
 from octavo.models.gemma_config import GemmaConfig, read_config
+from octavo.models.kept import kept_by
 from octavo.models.linear import linear
 from octavo.models.rope import Rope, apply_rope
 from octavo.models.weight_loader import WeightLoader
@@ -113,10 +113,7 @@ class GemmaModel(Model):
             )
             for window in read.windows
         )
-        page = (block_size, read.num_kv_heads, read.head_dim, kv_dtype)
-        kept: tuple[KVCacheSpec, ...] = tuple(
-            FullAttentionSpec(*page) if window is None else SlidingWindowSpec(*page, window) for window in read.windows
-        )
+        kept = tuple(map(kept_by, attention_specs))
         return ModelSpec(read.vocab_size, read.max_position, attention_specs, kept)
 
     @classmethod

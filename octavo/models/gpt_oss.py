@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
 from octavo.models.gpt_oss_config import GptOssConfig, read_config
+from octavo.models.kept import kept_by
 from octavo.models.linear import linear
 from octavo.models.mixture_of_experts import Experts, Routing, choose_experts
 from octavo.models.rope import Rope, apply_rope
@@ -101,13 +101,8 @@ class GptOssModel(Model):
             )
             for window in read.windows
         )
-
-        def kept(window: int | None) -> KVCacheSpec:
-            if window is None:
-                return FullAttentionSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype)
-            return SlidingWindowSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype, window)
-
-        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, tuple(map(kept, read.windows)))
+        kept = tuple(map(kept_by, attention_specs))
+        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, kept)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: str, device: str) -> GptOssModel:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
 from octavo.models.config_values import ACTIVATIONS
+from octavo.models.kept import kept_by
 from octavo.models.linear import linear
 from octavo.models.llama_config import LlamaConfig, read_config
 from octavo.models.rope import Rope, apply_rope
@@ -107,12 +107,7 @@ class LlamaModel(Model):
             )
             for window in read.windows
         )
-        kept = tuple(
-            FullAttentionSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype)
-            if window is None
-            else SlidingWindowSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype, window)
-            for window in read.windows
-        )
+        kept = tuple(map(kept_by, attention_specs))
         return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, kept)
 
     @classmethod

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
 from octavo.models.config_values import ACTIVATIONS
+from octavo.models.kept import kept_by
 from octavo.models.linear import linear
 from octavo.models.llama4_config import Llama4Config, read_config
 from octavo.models.mixture_of_experts import Experts, Routing, choose_experts, gated
@@ -140,13 +140,8 @@ class Llama4Model(Model):
             )
             for chunk in read.chunks
         )
-
-        def kept(chunk: int | None) -> KVCacheSpec:
-            if chunk is None:
-                return FullAttentionSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype)
-            return ChunkedLocalSpec(block_size, read.num_kv_heads, read.head_dim, kv_dtype, chunk)
-
-        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, tuple(map(kept, read.chunks)))
+        kept = tuple(map(kept_by, attention_specs))
+        return ModelSpec(read.vocab_size, read.rope.max_position, attention_specs, kept)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: str, device: str) -> Llama4Model:

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.core.interfaces.attention import AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
 from octavo.models.hugging_face import check, hook, host, probe
 from octavo.models.hugging_face.hook import PAGED, RECORDING
 from octavo.models.hugging_face.positions import check_positions
 from octavo.models.hugging_face.probe import AttentionCall, Traits
+from octavo.models.kept import kept_by
 from octavo.models.linear import linear
 
 
@@ -77,7 +77,7 @@ class TransformersModel(Model):
             )
             for call in traits.calls
         )
-        kept = tuple(_kept(call, block_size, kv_dtype) for call in traits.calls)
+        kept = tuple(map(kept_by, attention_specs))
         return ModelSpec(traits.vocab_size, traits.max_position, attention_specs, kept)
 
     @classmethod
@@ -226,17 +226,6 @@ def _with_replaced(module: nn.Module, name: str, replacement: nn.Module) -> nn.M
     parts[head] = _with_replaced(part, rest, replacement) if rest else replacement
     vars(twin)["_modules"] = parts
     return twin
-
-
-def _kept(call: AttentionCall, block_size: int, kv_dtype: str) -> KVCacheSpec:
-    """Return what a layer keeps: what its mask reads, and everything where that is no single window or chunk."""
-    page = block_size, call.num_kv_heads, call.stored_head_dim, kv_dtype
-    match call.mask.window, call.mask.chunk:
-        case int(window), None:
-            return SlidingWindowSpec(*page, window)
-        case None, int(chunk):
-            return ChunkedLocalSpec(*page, chunk)
-    return FullAttentionSpec(*page)
 
 
 def _traits(host_config: Any, dtype: str) -> Traits:
