@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +16,11 @@ from octavo.errors import UnsupportedModelError
 from octavo.models.deepseek_config import DeepseekConfig, read_config
 from octavo.models.deepseek_layers import AttentionWeights, DeepseekLayer, load_layer, pair_halves
 from octavo.models.linear import linear
-from octavo.models.rope import Rope, apply_rope
+from octavo.models.rope import Rope, apply_rope, is_rope_table
 from octavo.models.weight_loader import WeightLoader
 
 # Latents are normalised with this, whatever the config's rms_norm_eps is.
 LATENT_NORM_EPS = 1e-6
-# Tables that old checkpoints carry along; `Rope` computes what they hold.
-_COMPUTED_ANYWAY = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 class DeepseekModel(Model):
@@ -150,7 +147,7 @@ def _refuse_unclaimed(loader: WeightLoader, config: DeepseekConfig) -> None:
 
     def may_ignore(name: str) -> bool:
         # Beside tied embeddings, some files repeat the embedding as lm_head.
-        return name == "lm_head.weight" or name.startswith(extra_layers) or bool(_COMPUTED_ANYWAY.fullmatch(name))
+        return name == "lm_head.weight" or name.startswith(extra_layers) or is_rope_table(name)
 
     if unclaimed := loader.unclaimed(may_ignore):
         raise UnsupportedModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +17,8 @@ from octavo.models.config_values import ACTIVATIONS
 from octavo.models.kept import kept_by
 from octavo.models.linear import linear
 from octavo.models.llama_config import LlamaConfig, read_config
-from octavo.models.rope import Rope, apply_rope
+from octavo.models.rope import Rope, apply_rope, is_rope_table
 from octavo.models.weight_loader import WeightLoader
-
-# Tables that old checkpoints carry along; `Rope` computes what they hold.
-_COMPUTED_ANYWAY = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class LlamaModel(Model):
             else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         )
         # Beside tied embeddings, some files repeat the embedding as lm_head.
-        loader.refuse_unclaimed(lambda name: name == "lm_head.weight" or bool(_COMPUTED_ANYWAY.fullmatch(name)))
+        loader.refuse_unclaimed(lambda name: name == "lm_head.weight" or is_rope_table(name))
         loader.load()
         return cls(config, embedding=embedding, layers=layers, final_norm=final_norm, output_embedding=output_embedding)
 

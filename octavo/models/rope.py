@@ -7,6 +7,7 @@ Each `_..._frequencies` follows the function of the same scheme in transformers'
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 
+# Tables that old checkpoints carry along; `Rope` computes what they hold.
+_TABLES = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 # Above any number of a rope: bases go up to some 1e8, and factors are far below.
 _LARGEST = 1e12
 
@@ -85,6 +88,11 @@ class RopeSpec:
                 f"each pair of a head of {self.head_dim}."
             )
         return torch.tensor(values, dtype=torch.float32)
+
+
+def is_rope_table(tensor_name: str) -> bool:
+    """Say whether a checkpoint's tensor holds what is computed here anyway."""
+    return bool(_TABLES.fullmatch(tensor_name))
 
 
 def read_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeSpec:
