@@ -355,4 +355,6 @@ def _whole(number: float) -> int | float:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    from octavo.core.kv_cache_config import counted
+
+    return counted(number, noun)

@@ -150,8 +150,8 @@ def describe_groups(groups: Sequence[KVCacheGroup]) -> str:
     for group in groups:
         sizes_of.setdefault(group.spec, []).append(len(group.layers))
     return ", ".join(
-        f"{_count(len(sizes), 'group')} of {spec.kind} ({describe_sizes(sizes)}, blocks of "
-        f"{_count(spec.block_size, 'token')})"
+        f"{counted(len(sizes), 'group')} of {spec.kind} ({describe_sizes(sizes)}, blocks of "
+        f"{counted(spec.block_size, 'token')})"
         for spec, sizes in sizes_of.items()
     )
 
@@ -159,7 +159,7 @@ def describe_groups(groups: Sequence[KVCacheGroup]) -> str:
 def describe_sizes(num_layers_by_group: Sequence[int]) -> str:
     """Return how many layers groups have: "3 layers", "3 layers each", "3 or 4 layers each"."""
     smallest, largest = min(num_layers_by_group), max(num_layers_by_group)
-    shown = _count(largest, "layer") if smallest == largest else f"{smallest} or {largest} layers"
+    shown = counted(largest, "layer") if smallest == largest else f"{smallest} or {largest} layers"
     return shown if len(num_layers_by_group) == 1 else f"{shown} each"
 
 
@@ -278,7 +278,7 @@ def padding_warning(cost: RequestCost, num_tokens: int) -> str | None:
     for group in cost.groups:
         padding, kind = padding_of(group, cost.groups), group.spec.kind
         if padding.num_slots:
-            reasons.append(f"a group of {kind} has {_count(len(group.layers), 'layer')} for {slots} slots")
+            reasons.append(f"a group of {kind} has {counted(len(group.layers), 'layer')} for {slots} slots")
         if padding.bytes_per_page:
             reasons.append(f"pages of {kind} have {group.spec.page_bytes} bytes of {largest}")
     return (
@@ -326,5 +326,6 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.2f} TiB"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: "1 block", "2 blocks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -17,6 +17,7 @@ from octavo.core.kv_cache_config import (
     Padding,
     RequestCost,
     bytes_per_block,
+    counted,
     format_bytes,
     hit_alignment,
     num_blocks_from_memory,
@@ -293,8 +294,8 @@ def plan_from_blocks(num_blocks: int, cost: RequestCost, limits: RequestLimits) 
         return plan
     needed = cost.num_blocks(SHORTEST_REQUEST)
     raise NotEnoughMemoryError(
-        f"A request of {SHORTEST_REQUEST} tokens takes {_blocks(needed)} beside the null block, and num_kv_blocks is "
-        f"{num_blocks}, the null block included. Raise it to {needed + 1} or more.",
+        f"A request of {SHORTEST_REQUEST} tokens takes {counted(needed, 'block')} beside the null block, and "
+        f"num_kv_blocks is {num_blocks}, the null block included. Raise it to {needed + 1} or more.",
         max_model_len_that_fits=0,
     )
 
@@ -317,7 +318,7 @@ def _too_small(available_bytes: int, cost: RequestCost, limits: RequestLimits, f
     needed = cost.num_bytes(limits.shortest) + block_bytes
     way_out = f"{'set' if fits else 'lower'} {cost.ways_to_need_less(fits)}"
     return (
-        f"A request of {limits.shortest} tokens takes {_blocks(cost.num_blocks(limits.shortest))} of "
+        f"A request of {limits.shortest} tokens takes {counted(cost.num_blocks(limits.shortest), 'block')} of "
         f"{_bytes(block_bytes)} beside the null block, and there is room for {num_blocks} in "
         f"{_bytes(available_bytes)}, the null block included. Give the KV cache {_bytes(needed)} or more, or {way_out}."
     )
@@ -326,7 +327,3 @@ def _too_small(available_bytes: int, cost: RequestCost, limits: RequestLimits, f
 def _bytes(count: int) -> str:
     """Return a size in bytes, and as people read it where that is another text."""
     return format_bytes(count) if count < 1024 else f"{count} bytes ({format_bytes(count)})"
-
-
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"
