@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.interfaces import FullAttentionSpec, KVCacheSpec
-from octavo.core.interfaces.kv_cache_spec import DTYPE_BYTES
+from octavo.core.interfaces.kv_format import DTYPE_BYTES
 from octavo.core.kv_cache_config import KVCacheConfig, make_groups
 from octavo.core.model_runner import allocate_kv_cache
 from octavo.models.checkpoint import open_checkpoint

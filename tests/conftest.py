@@ -14,6 +14,12 @@ num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if num_processes > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_processes, 1)))
 
+import torch  # noqa: E402
+
+# Without a GPU, Triton's kernels run through its interpreter, which has to be switched on before they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # So that what octavo.testing asserts counts under `python -O` too, and explains itself when it fails.
 pytest.register_assert_rewrite("octavo.testing")
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from octavo.attention_backends.torch_sdpa_plan import Plan, Planner, Unit, page_shape
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import DTYPE_BYTES, KVCacheSpec
+from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
+from octavo.core.interfaces.kv_format import DTYPE_BYTES
 from octavo.errors import ConfigError, PluginUnsuitable
 
 # Scores that the explicit softmax holds at a time, in numbers.

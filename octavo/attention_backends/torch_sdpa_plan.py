@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionBatch, AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import DTYPE_BYTES
+from octavo.core.interfaces.kv_format import DTYPE_BYTES
 
 # Queries of one row that share a mask and a fetch. Fewer repeat the fetch of the prefix more often; more compute
 # more products that a window then discards.

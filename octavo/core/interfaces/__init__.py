@@ -10,12 +10,14 @@ from octavo.core.interfaces.kv_cache_spec import (
     MLASpec,
     SlidingWindowSpec,
 )
+from octavo.core.interfaces.kv_format import KV_FORMATS, KVFormat, ScaledPages
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, LatentProjection, Model, ModelSpec, Tokenizer
 from octavo.core.interfaces.request_queue import QueuedRequest, RequestQueue
 from octavo.core.interfaces.version import CONTRACT_VERSION
 
 __all__ = [
     "CONTRACT_VERSION",
+    "KV_FORMATS",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionSpec",
@@ -27,12 +29,14 @@ __all__ = [
     "FullAttentionSpec",
     "HashFunction",
     "KVCacheSpec",
+    "KVFormat",
     "LatentProjection",
     "MLASpec",
     "Model",
     "ModelSpec",
     "QueuedRequest",
     "RequestQueue",
+    "ScaledPages",
     "SingleTypeKVCacheManager",
     "SlidingWindowSpec",
     "Tokenizer",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
+from octavo.core.interfaces.kv_format import KV_FORMATS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +42,8 @@ class AttentionSpec:
         scale: Factor on every query-key product.
         block_size: Tokens in a block.
         dtype: Of queries, new keys, new values and output, as torch names it.
-        kv_dtype: Of stored keys and values.
+        kv_dtype: How keys and values are stored, a name of KV_FORMATS. A backend that reads and writes no quantised
+            format names only the others in `cannot_serve`.
         device: As torch names it, "cpu" or "cuda:0".
         window: Keys that a query sees, its own included; None for all.
         chunk: Size of the aligned chunks that attention stays within; None for none.
@@ -159,6 +161,10 @@ class AttentionBackend(ABC):
     # Whether the class has a `gather` for specs with `value_is_key_prefix`. An MLA layer may then compute long prompts
     # with full keys and values; without it, every query attends to the latents.
     can_gather: ClassVar[bool] = False
+    # Whether a step of decode rows alone can be captured in a CUDA graph and replayed with other numbers in the batch's
+    # device tensors. Then for such a batch `plan`, `write` and `attend` look at nothing on the host but shapes: the
+    # number of rows, and the width of the block table.
+    can_capture: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -191,14 +197,10 @@ class AttentionBackend(ABC):
             spec: What the layer keeps.
 
         Returns:
-            By default the bytes viewed as `kv_cache_shape` says, in `AttentionSpec.kv_dtype`. A layout must fit into
-            `spec.page_bytes`.
+            By default the bytes viewed as `kv_cache_shape` says, in the format that `AttentionSpec.kv_dtype` names: a
+            tensor, or `ScaledPages` where pages hold scales. A layout must fit into `spec.page_bytes`.
         """
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self.spec.kv_dtype)
-        shape = self.kv_cache_shape(spec, rows.shape[0])[1:]
-        return torch.unflatten(rows[:, : math.prod(shape) * dtype.itemsize].view(dtype), 1, shape)
+        return KV_FORMATS[self.spec.kv_dtype].view_pages(rows, self.kv_cache_shape(spec, rows.shape[0])[1:])
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
@@ -206,7 +208,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor | None, kv_cache: Any, slots: Tensor) -> None:
-        """Store the new tokens' keys and values.
+        """Store the new tokens' keys and values, as `KVFormat.quantise` makes them where the format is quantised.
 
         Args:
             key: [num_tokens, num_kv_heads, head_dim]

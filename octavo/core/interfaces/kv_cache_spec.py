@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-# Bytes of one element, by the name torch gives the dtype.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+from octavo.core.interfaces.kv_format import KV_FORMATS
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class FullAttentionSpec(KVCacheSpec):
     Attributes:
         num_kv_heads: Heads of the keys, and of the values.
         head_dim: Numbers in one key, and in one value.
-        dtype: Element type, as torch names it: "float32", "bfloat16", "float16".
+        dtype: How numbers are stored, a name of KV_FORMATS: "float32", "bfloat16", "fp8_e4m3".
     """
 
     kind: ClassVar[str] = "full_attention"
@@ -60,7 +59,7 @@ class FullAttentionSpec(KVCacheSpec):
 
     @property
     def page_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return KV_FORMATS[self.dtype].page_bytes(2 * self.block_size * self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class MLASpec(KVCacheSpec):
     Attributes:
         latent_dim: Numbers in the compressed keys and values (`kv_lora_rank`).
         rope_dim: Numbers in the part of the key that carries the position (`qk_rope_head_dim`).
-        dtype: Element type, as torch names it.
+        dtype: How numbers are stored, a name of KV_FORMATS.
     """
 
     kind: ClassVar[str] = "mla"
@@ -120,4 +119,4 @@ class MLASpec(KVCacheSpec):
 
     @property
     def page_bytes(self) -> int:
-        return self.block_size * (self.latent_dim + self.rope_dim) * DTYPE_BYTES[self.dtype]
+        return KV_FORMATS[self.dtype].page_bytes(self.block_size, self.latent_dim + self.rope_dim)

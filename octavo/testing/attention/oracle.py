@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
-from octavo.core.interfaces.kv_cache_spec import DTYPE_BYTES, FullAttentionSpec, KVCacheSpec
+from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from octavo.core.interfaces.kv_format import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -8,7 +8,7 @@ writes contract_v<N>.txt beside this file, N being the contract version of the c
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +32,8 @@ def surface() -> str:
             lines += ["", *_class_lines(contract)]
         elif get_args(contract):
             lines += ["", f"{name} = {' | '.join(map(repr, get_args(contract)))}"]
+        elif isinstance(contract, Mapping):
+            lines += ["", f"{name} = {' | '.join(map(repr, contract))}"]
     lines += ["", "# hooks"]
     for told in vars(hookspecs).values():
         if inspect.isclass(told) and told.__module__ == hookspecs.__name__:
