@@ -101,9 +101,21 @@ def test_without_the_mode_the_answer_is_stale(make_engine):
     assert engine.stats().verified_tokens == engine.stats().verification_failures == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_block_that_holds_something_else_is_found_in_every_type(make_engine, dtype):
-    engine = make_engine(verify_prefix_cache=True, dtype=dtype)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8_e4m3", "kv_cache_scales": "per_tensor"},
+        {"kv_cache_dtype": "fp8_e4m3", "kv_cache_scales": "per_token_head"},
+        {"kv_cache_dtype": "int8", "kv_cache_scales": "per_token_head"},
+        {"kv_cache_dtype": "int8", "kv_cache_scales": "per_token_head", "dtype": "bfloat16"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_a_block_that_holds_something_else_is_found_in_every_type(make_engine, settings):
+    engine = make_engine(verify_prefix_cache=True, **settings)
     expected = answer(engine).token_ids
     # In another batch, and with a part that was generated: computed otherwise, and still the same.
     for request_id, prompt in (("a", PROMPT[:50]), ("b", PROMPT + expected), ("c", [9, 9])):
@@ -116,6 +128,24 @@ def test_a_block_that_holds_something_else_is_found_in_every_type(make_engine, d
     result = answer(engine)
     assert result.num_cached_tokens == 16
     assert result.token_ids == expected
+    assert engine.stats().verification_failures == 1
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "change"),
+    [
+        ("fp8_e4m3", lambda page: page[5:6].fill_(0x7F)),
+        ("int8", lambda page: page[5:6].fill_(0x80)),
+        ("int8", lambda page: page.view(torch.float32)[-1].fill_(torch.nan)),
+        ("int8", lambda page: page.view(torch.float32)[-1].mul_(100)),
+    ],
+    ids=["a code of NaN", "a code of NaN", "a scale of NaN", "another scale"],
+)
+def test_one_wrong_code_or_scale_is_found(make_engine, kv_cache_dtype, change):
+    engine = make_engine(verify_prefix_cache=True, kv_cache_dtype=kv_cache_dtype, kv_cache_scales="per_token_head")
+    expected = answer(engine).token_ids
+    change(pages_of_block(engine, 1)[1])
+    assert answer(engine).token_ids == expected
     assert engine.stats().verification_failures == 1
 
 

@@ -18,7 +18,8 @@ class EagerBackend(AttentionBackend):
     @classmethod
     def cannot_serve(cls, spec):
         served = {"window": None, "chunk": None, "soft_cap": None, "sinks": False, "value_is_key_prefix": False}
-        asked, served = vars(spec), vars(spec) | served | {"head_dim_v": spec.head_dim}
+        kv_dtype = spec.kv_dtype if spec.kv_dtype in ("float32", "bfloat16", "float16", "float64") else None
+        asked, served = vars(spec), vars(spec) | served | {"head_dim_v": spec.head_dim, "kv_dtype": kv_dtype}
         return [f"eager does not compute {name}={asked[name]}." for name in asked if asked[name] != served[name]]
 
     def plan(self, batch):

@@ -1,22 +1,24 @@
 """The reference attention backend: plain PyTorch, any device, any head size, every ability of `AttentionSpec`.
 
 plan     rows ──► units (torch_sdpa_plan.py)
-attend   for each unit: fetch blocks into scratch ──► dense keys and values ──► softmax ──► output rows
+write    keys and values ──► quantised, if the format is ──► their slots
+attend   for each unit: fetch blocks into scratch ──► dense keys and values, dequantised ──► softmax ──► output rows
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.attention_backends.torch_sdpa_plan import Plan, Planner, Unit, page_shape
+from octavo.attention_backends.torch_sdpa_plan import Parts, Plan, Planner, Unit, as_movable, page_shape
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
-from octavo.core.interfaces.kv_format import DTYPE_BYTES
+from octavo.core.interfaces.kv_format import DTYPE_BYTES, KV_FORMATS, SCALE_BYTES, ScaledPages
 from octavo.errors import ConfigError, PluginUnsuitable
 
 # Scores that the explicit softmax holds at a time, in numbers.
@@ -40,7 +42,9 @@ class TorchSDPABackend(AttentionBackend):
             raise PluginUnsuitable("torch_sdpa cannot serve this attention: " + " ".join(reasons))
         self._device = torch.device(spec.device)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._kv_dtype: torch.dtype = getattr(torch, spec.kv_dtype)
+        self._format = KV_FORMATS[spec.kv_dtype]
+        self._is_quantised = self._format.is_quantised
+        self._kv_dtype = self._format.torch_dtype
         # CPUs without float16 arithmetic convert it number by number inside the kernel, many times over; converting
         # once up front is some three times as fast, and more accurate.
         needs_float32 = self._device.type == "cpu" and self._dtype == torch.float16
@@ -52,9 +56,9 @@ class TorchSDPABackend(AttentionBackend):
     def cannot_serve(cls, spec: AttentionSpec) -> list[str]:
         """Return every reason why this backend cannot serve `spec`, as sentences; an empty list when it can."""
         reasons = []
-        for name in ("dtype", "kv_dtype"):
-            if getattr(spec, name) not in DTYPE_BYTES:
-                reasons.append(f"{name} {getattr(spec, name)!r} is not one of {', '.join(DTYPE_BYTES)}.")
+        for name, served in (("dtype", DTYPE_BYTES), ("kv_dtype", KV_FORMATS)):
+            if getattr(spec, name) not in served:
+                reasons.append(f"{name} {getattr(spec, name)!r} is not one of {', '.join(served)}.")
         try:
             torch.device(spec.device)
         except RuntimeError:
@@ -75,20 +79,20 @@ class TorchSDPABackend(AttentionBackend):
         """
         return (num_blocks, *page_shape(self.spec))
 
-    def bind(self, rows: Tensor, spec: KVCacheSpec) -> Tensor:
+    def bind(self, rows: Tensor, spec: KVCacheSpec) -> Tensor | ScaledPages:
         """View a layer's bytes as `kv_cache_shape` says. Nothing is copied.
 
         Args:
-            rows: One row a block, uint8, any stride that is a multiple of the element size.
-                [num_blocks, >= spec.page_bytes]
+            rows: One row a block, uint8, any stride that is a multiple of the element size, and of a scale's where
+                pages hold scales. [num_blocks, >= spec.page_bytes]
             spec: What the layer keeps.
 
         Raises:
             ConfigError: The bytes cannot be viewed so.
         """
-        element_bytes = DTYPE_BYTES[self.spec.kv_dtype]
         shape = self.kv_cache_shape(spec, 1)[1:]
-        layout_bytes = math.prod(shape) * element_bytes
+        layout_bytes = self._format.page_bytes(math.prod(shape[:-1]), shape[-1])
+        alignment = SCALE_BYTES if self._format.has_page_scales else self._format.element_bytes
         if rows.dtype != torch.uint8 or rows.dim() != 2:
             raise ConfigError(f"torch_sdpa binds a matrix of uint8, not {rows.dim()} dimensions of {rows.dtype}.")
         if spec.block_size != self.spec.block_size:
@@ -101,12 +105,12 @@ class TorchSDPABackend(AttentionBackend):
                 f"A block of this layer takes {layout_bytes} bytes; the KV-cache spec's page has {spec.page_bytes} "
                 f"and the rows have {rows.shape[1]}. Heads, head_dim or dtype of the two specs differ."
             )
-        if rows.stride(1) != 1 or rows.stride(0) % element_bytes or rows.storage_offset() % element_bytes:
+        if rows.stride(1) != 1 or rows.stride(0) % alignment or rows.storage_offset() % alignment:
             raise ConfigError(
                 f"Rows with strides {rows.stride()} from byte {rows.storage_offset()} on cannot be viewed as "
-                f"{self.spec.kv_dtype}. Let them start at multiples of {element_bytes} bytes, their bytes in a row."
+                f"{self.spec.kv_dtype}. Let them start at multiples of {alignment} bytes, their bytes in a row."
             )
-        return torch.unflatten(rows[:, :layout_bytes].view(self._kv_dtype), 1, shape)
+        return self._format.view_pages(rows, shape)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Prepare one step: bucket the decode rows, tile the others, and find what each reads.
@@ -115,8 +119,8 @@ class TorchSDPABackend(AttentionBackend):
         """
         return self._planner.plan(batch)
 
-    def write(self, key: Tensor, value: Tensor | None, kv_cache: Tensor, slots: Tensor) -> None:
-        """Store the new tokens' keys and values, converted to `kv_dtype`; a token whose slot is -1 is not stored.
+    def write(self, key: Tensor, value: Tensor | None, kv_cache: Tensor | ScaledPages, slots: Tensor) -> None:
+        """Store the new tokens' keys and values as `kv_dtype` says; a token whose slot is -1 is not stored.
 
         Args:
             key: [num_tokens, num_kv_heads, head_dim]
@@ -134,13 +138,20 @@ class TorchSDPABackend(AttentionBackend):
         for new, stored in zip((key, value), self._keys_and_values(kv_cache), strict=False):
             if new is None:
                 raise ValueError("write got no values, and value_is_key_prefix is off.")
-            new = new.to(self._kv_dtype)
-            if not all_stored:
-                new = torch.where((slots >= 0)[:, None, None], new, stored[index])
-            stored.index_put_(index, new)
+            for part, pages in zip(self._as_stored(new), stored, strict=True):
+                if not all_stored:
+                    is_stored = (slots >= 0).view(-1, *[1] * (part.dim() - 1))
+                    part = torch.where(is_stored, part, pages[index])
+                pages.index_put_(index, part)
 
     def attend(
-        self, query: Tensor, kv_cache: Tensor, plan: Plan, *, sinks: Tensor | None = None, return_lse: bool = False
+        self,
+        query: Tensor,
+        kv_cache: Tensor | ScaledPages,
+        plan: Plan,
+        *,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from each new token to its row's context, itself included.
 
@@ -195,8 +206,8 @@ class TorchSDPABackend(AttentionBackend):
             output[unit.tokens] = _by_token(result[..., : self.spec.head_dim_v], unit).to(output.dtype)
         return output if lse is None else (output, lse)
 
-    def gather(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
-        """Copy stored keys out of their pages, converted to `dtype`.
+    def gather(self, kv_cache: Tensor | ScaledPages, slots: Tensor) -> Tensor:
+        """Copy stored keys out of their pages, dequantised and converted to `dtype`.
 
         Args:
             kv_cache: What `bind` returned for this layer.
@@ -205,19 +216,37 @@ class TorchSDPABackend(AttentionBackend):
         Returns:
             [num_keys, head_dim]
         """
-        block_size = self.spec.block_size
-        return kv_cache[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size].to(self._dtype)
+        index = (torch.div(slots, self.spec.block_size, rounding_mode="floor"), slots % self.spec.block_size)
+        (keys,) = self._keys_and_values(kv_cache)
+        return self._as_numbers([pages[index] for pages in keys])[:, 0].to(self._dtype)
 
-    def _keys_and_values(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
+    def _keys_and_values(self, kv_cache: Tensor | ScaledPages) -> tuple[Parts, ...]:
         """Return views of the keys, and of the values if they are stored.
 
-        [num_blocks, block_size, num_kv_heads, head_dim] each
+        Each of the two is the tensors that it is stored in: numbers or codes, and scales where pages hold any.
+        [num_blocks, block_size, num_kv_heads, head_dim] and [num_blocks, block_size, num_kv_heads]
         """
+        parts = (kv_cache.codes, kv_cache.scales) if isinstance(kv_cache, ScaledPages) else (kv_cache,)
+        if self._is_quantised:
+            parts = (as_movable(parts[0]), *parts[1:])
         if self.spec.value_is_key_prefix:
-            return (kv_cache.unsqueeze(2),)
-        return kv_cache.unbind(1)
+            return (tuple([part.unsqueeze(2) for part in parts]),)
+        return tuple(zip(*[part.unbind(1) for part in parts], strict=True))
 
-    def _fetch(self, stored: tuple[Tensor, ...], scratch: Tensor, unit: Unit) -> tuple[Tensor, Tensor]:
+    def _as_stored(self, vectors: Tensor) -> Parts:
+        """Return what is stored of new keys or values, part by part as in `_keys_and_values`."""
+        if not self._is_quantised:
+            return (vectors.to(self._kv_dtype),)
+        codes, scales = self._format.quantise(vectors)
+        return (as_movable(codes),) if scales is None else (as_movable(codes), scales)
+
+    def _as_numbers(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return what was fetched of keys or values, part by part, as numbers; of a quantised format in float32."""
+        if not self._is_quantised:
+            return parts[0]
+        return self._format.dequantise(parts[0].view(self._kv_dtype), parts[1] if len(parts) > 1 else None)
+
+    def _fetch(self, stored: tuple[Parts, ...], scratch: tuple[Parts, ...], unit: Unit) -> tuple[Tensor, Tensor]:
         """Copy a unit's blocks into scratch and return its keys and values.
 
         Keys are the values too with `value_is_key_prefix`: the caller cuts the result, because kernels want values as
@@ -228,13 +257,16 @@ class TorchSDPABackend(AttentionBackend):
         """
         num_slots = len(unit.block_ids) * self.spec.block_size
         fetched = []
-        for source, buffer in zip(stored, scratch, strict=True):
-            target = buffer[:num_slots]
-            torch.index_select(source, 0, unit.block_ids, out=torch.unflatten(target, 0, (-1, self.spec.block_size)))
-            if unit.unseen is not None:
-                target.index_fill_(0, unit.unseen, 0)
-            rows = torch.unflatten(target, 0, (unit.num_rows, -1))[:, unit.first : unit.end]
-            fetched.append(rows.transpose(1, 2).to(self._compute_dtype))
+        for sources, buffers in zip(stored, scratch, strict=True):
+            parts = []
+            for source, buffer in zip(sources, buffers, strict=True):
+                target = buffer[:num_slots]
+                by_block = torch.unflatten(target, 0, (-1, self.spec.block_size))
+                torch.index_select(source, 0, unit.block_ids, out=by_block)
+                if unit.unseen is not None:
+                    target.index_fill_(0, unit.unseen, 0)
+                parts.append(torch.unflatten(target, 0, (unit.num_rows, -1))[:, unit.first : unit.end])
+            fetched.append(self._as_numbers(parts).transpose(1, 2).to(self._compute_dtype))
         return fetched[0], fetched[-1]
 
     def _explicit_softmax(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionBatch, AttentionSpec
-from octavo.core.interfaces.kv_format import DTYPE_BYTES
+from octavo.core.interfaces.kv_format import KV_FORMATS
 
 # Queries of one row that share a mask and a fetch. Fewer repeat the fetch of the prefix more often; more compute
 # more products that a window then discards.
@@ -33,10 +33,14 @@ BUCKET_SLACK_TOKENS = 32
 SCRATCH_BYTES_CPU = 8 << 20
 SCRATCH_BYTES_GPU = 256 << 20
 
+FLOAT32_BYTES = 4
+
 # Position of a slot that no query sees: later than every query.
 NEVER = np.iinfo(np.int32).max
 
 Ints = NDArray[np.int64]
+# The tensors in which keys, or values, are stored: numbers or codes, and scales where pages hold any.
+Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,14 @@ class Plan:
     Attributes:
         units: In any order; each query token is in at most one.
         num_planned_tokens: Query tokens that are in a unit. The others see nothing.
-        scratch: Fetched keys, and values unless they are the keys' prefix.
-            [1 or 2, most slots of a unit, num_kv_heads, head_dim]
+        scratch: Fetched keys, and values unless they are the keys' prefix, as they are stored: numbers or codes, and
+            scales where pages hold any.
+            [most slots of a unit, num_kv_heads, head_dim] and [most slots of a unit, num_kv_heads]
     """
 
     units: list[Unit]
     num_planned_tokens: int
-    scratch: Tensor
+    scratch: tuple[Parts, ...]
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class Planner:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec = spec
         self._device = device
+        self._format = KV_FORMATS[spec.kv_dtype]
+        self._scratch_dtype = as_movable(torch.empty(0, dtype=self._format.torch_dtype)).dtype
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Prepare one step: bucket the decode rows, tile the others, and find what each reads.
@@ -147,14 +154,19 @@ class Planner:
             )
         most_slots = max((len(unit.block_ids) * self.spec.block_size for unit in units), default=0)
         planned = sum(u.tokens.stop - u.tokens.start if isinstance(u.tokens, slice) else len(u.tokens) for u in units)
-        # An ordinary tensor even within inference mode: `attend` may run outside of it.
+        return Plan(units, planned, self._scratch(most_slots))
+
+    def _scratch(self, num_slots: int) -> tuple[Parts, ...]:
+        vectors = (num_slots, self.spec.num_kv_heads)
+        sizes: list[tuple[tuple[int, ...], torch.dtype]] = [((*vectors, self.spec.head_dim), self._scratch_dtype)]
+        if self._format.has_page_scales:
+            sizes.append((vectors, torch.float32))
+        # Ordinary tensors even within inference mode: `attend` may run outside of it.
         with torch.inference_mode(False):
-            scratch = torch.empty(
-                (1 if self.spec.value_is_key_prefix else 2, most_slots, self.spec.num_kv_heads, self.spec.head_dim),
-                dtype=getattr(torch, self.spec.kv_dtype),
-                device=self._device,
+            return tuple(
+                tuple([torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in sizes])
+                for _ in range(1 if self.spec.value_is_key_prefix else 2)
             )
-        return Plan(units, planned, scratch)
 
     def _reach(self, first_queries: Ints, last_queries: Ints) -> Reach:
         """Find what the queries at positions [first_queries[r], last_queries[r]] of each row see."""
@@ -171,7 +183,9 @@ class Planner:
 
     def _max_blocks_per_unit(self) -> int:
         scratch_bytes = SCRATCH_BYTES_CPU if self._device.type == "cpu" else SCRATCH_BYTES_GPU
-        return scratch_bytes // (math.prod(page_shape(self.spec)) * DTYPE_BYTES[self.spec.kv_dtype])
+        # Quantised numbers are computed with in float32.
+        bytes_per_number = FLOAT32_BYTES if self._format.is_quantised else self._format.element_bytes
+        return scratch_bytes // (math.prod(page_shape(self.spec)) * bytes_per_number)
 
     def _buckets(self, num_blocks: Ints) -> Iterator[slice]:
         """Cut rows, sorted by the number of their blocks, into runs that are padded to their longest row."""
@@ -283,3 +297,8 @@ def page_shape(spec: AttentionSpec) -> tuple[int, ...]:
     if spec.value_is_key_prefix:
         return (spec.block_size, spec.head_dim)
     return (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+
+def as_movable(numbers: Tensor) -> Tensor:
+    """View float8 as bytes, since torch lacks float8 kernels for much that only moves or clears numbers."""
+    return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -37,6 +38,10 @@ class Part:
         """What its constructor gets as keyword arguments, besides what the family's contract says."""
         return {} if self.options is None else {"options": self.options}
 
+    def keywords_for(self, method: Callable[..., Any]) -> dict[str, Any]:
+        """What a method gets besides what the contract says: the options, where it takes them."""
+        return self.keywords if takes_options(method) else {}
+
     def create(self, *arguments: Any) -> Any:
         """Make the object.
 
@@ -59,6 +64,11 @@ class Part:
                 f"The {self.plugin.family.label} {self.plugin} raised {type(cause).__name__} {occasion}: "
                 f"{message_of(cause)}"
             ) from cause
+
+
+def takes_options(method: Callable[..., Any]) -> bool:
+    """Whether a method that need not has a parameter for its class's options."""
+    return "options" in inspect.signature(method).parameters
 
 
 def choose(registry: Registry, family: Family, choice: PluginChoice) -> Part:

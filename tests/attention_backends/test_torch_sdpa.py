@@ -9,16 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from octavo.attention_backends.torch_sdpa import TorchSDPABackend
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
+from octavo.core.interfaces.kv_format import KV_FORMATS, ScaledPages
 from octavo.errors import ConfigError, PluginUnsuitable
 from octavo.testing import AttentionBackendSuite
 from octavo.testing.attention.oracle import (
     PagedCase,
     make_batch,
     make_case,
+    number_size,
     random_case,
 )
 
@@ -38,6 +41,8 @@ MLA = replace(PLAIN, num_kv_heads=1, head_dim=24, head_dim_v=16, value_is_key_pr
 # Largest error of an output number or log-sum-exp in float32.
 TOLERANCE = 5e-6
 
+QUANTISED = [kv_format.name for kv_format in KV_FORMATS.values() if kv_format.is_quantised]
+
 ABILITIES = {
     "plain": {},
     "window": {"window": 9},
@@ -52,12 +57,13 @@ class TestTorchSDPA(AttentionBackendSuite):
 def assert_matches_the_definition(case: PagedCase) -> None:
     output, lse = case.run(TorchSDPABackend(case.spec))
     wanted_output, wanted_lse = case.expected()
-    np.testing.assert_allclose(output.double().numpy(), wanted_output, rtol=TOLERANCE, atol=TOLERANCE)
+    atol = TOLERANCE * number_size(case.spec)
+    np.testing.assert_allclose(output.double().numpy(), wanted_output, rtol=TOLERANCE, atol=atol)
     np.testing.assert_allclose(lse.double().numpy(), wanted_lse, rtol=TOLERANCE, atol=TOLERANCE)
     with_lse, _ = case.attend(
         backend := TorchSDPABackend(case.spec), case.filled_cache(backend), backend.plan(case.batch())
     )
-    np.testing.assert_allclose(with_lse.double().numpy(), wanted_output, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(with_lse.double().numpy(), wanted_output, rtol=TOLERANCE, atol=atol)
 
 
 def ordinary_rows(seed: int = 0, spec: AttentionSpec = PLAIN) -> PagedCase:
@@ -76,6 +82,7 @@ def ordinary_rows(seed: int = 0, spec: AttentionSpec = PLAIN) -> PagedCase:
     soft_cap=st.none() | st.just(1.5),
     sinks=st.booleans(),
     is_mla=st.booleans(),
+    kv_dtype=st.sampled_from(["float32", "float32", *QUANTISED]),
     num_decode=st.integers(0, 6),
     num_prefill=st.integers(0, 3),
     num_padding=st.integers(0, 2),
@@ -91,6 +98,7 @@ def test_any_mixture_of_rows_and_abilities(
     soft_cap: float | None,
     sinks: bool,
     is_mla: bool,
+    kv_dtype: str,
     num_decode: int,
     num_prefill: int,
     num_padding: int,
@@ -104,7 +112,7 @@ def test_any_mixture_of_rows_and_abilities(
         scale=0.3,
         block_size=block_size,
         dtype="float32",
-        kv_dtype="float32",
+        kv_dtype=kv_dtype,
         device="cpu",
         window=window,
         chunk=chunk,
@@ -140,14 +148,15 @@ def test_many_decode_rows_of_any_length_are_bucketed_and_put_back_in_order() -> 
     assert_matches_the_definition(case)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8_e4m3_per_token_head"])
 @pytest.mark.parametrize("ability", ["plain", "window", "everything"])
-def test_limits_on_memory_change_no_result(monkeypatch: pytest.MonkeyPatch, ability: str) -> None:
+def test_limits_on_memory_change_no_result(monkeypatch: pytest.MonkeyPatch, ability: str, kv_dtype: str) -> None:
     """Small enough that every bucket holds one row, every tile three queries, every softmax a few of these."""
     monkeypatch.setattr("octavo.attention_backends.torch_sdpa_plan.SCRATCH_BYTES_CPU", 1)
     monkeypatch.setattr("octavo.attention_backends.torch_sdpa_plan.QUERIES_PER_TILE", 3)
     monkeypatch.setattr("octavo.attention_backends.torch_sdpa.EXPLICIT_SCORES", 600)
     for spec in (PLAIN, MLA):
-        assert_matches_the_definition(ordinary_rows(24, replace(spec, **ABILITIES[ability])))
+        assert_matches_the_definition(ordinary_rows(24, replace(spec, kv_dtype=kv_dtype, **ABILITIES[ability])))
 
 
 def test_a_plan_made_in_inference_mode_serves_outside_of_it() -> None:
@@ -260,6 +269,57 @@ def test_write_stores_each_token_in_its_slot_and_touches_nothing_else(spec: Atte
     assert torch.equal(rows, before)
 
 
+@pytest.mark.parametrize("spec", [PLAIN, MLA], ids=["plain", "mla"])
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+def test_write_stores_the_codes_and_scales_of_the_format(spec: AttentionSpec, kv_dtype: str) -> None:
+    """As the default `bind` lays them out, which any backend may read: a slot of -1 changes neither."""
+    spec = replace(spec, kv_dtype=kv_dtype)
+    case = ordinary_rows(16, spec)
+    backend = TorchSDPABackend(spec)
+    rows = torch.randint(0, 256, case.empty_rows().shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    wanted = rows.clone()
+    key = torch.randn(3, spec.num_kv_heads, spec.head_dim)
+    value = None if spec.value_is_key_prefix else torch.randn(3, spec.num_kv_heads, spec.head_dim)
+    backend.write(key, value, backend.bind(rows, case.kv_cache_spec), torch.tensor([3 * 7 + 6, -1, 1 * 7]))
+
+    kv_format = KV_FORMATS[kv_dtype]
+    pages = kv_format.view_pages(wanted, backend.kv_cache_shape(case.kv_cache_spec, len(rows))[1:])
+    vectors = key[:, 0] if value is None else torch.stack((key, value), dim=1)
+    for stored, made in zip(_parts(pages), kv_format.quantise(vectors), strict=False):
+        assert made is not None
+        for token, (block, offset) in ((0, (3, 6)), (2, (1, 0))):
+            place = stored[block, offset] if value is None else stored[block, :, offset]
+            place.copy_(made[token])
+    assert torch.equal(rows, wanted)
+
+
+def _parts(pages: Tensor | ScaledPages) -> tuple[Tensor, ...]:
+    return (pages.codes, pages.scales) if isinstance(pages, ScaledPages) else (pages,)
+
+
+def test_pages_with_scales_begin_where_a_scale_may_stand() -> None:
+    backend = TorchSDPABackend(replace(PLAIN, kv_dtype="int8_per_token_head"))
+    kept = FullAttentionSpec(7, 2, 16, "int8_per_token_head")
+    assert kept.page_bytes == 448 + 28 * 4
+    with pytest.raises(ConfigError) as stride:
+        backend.bind(torch.zeros(4, kept.page_bytes + 6, dtype=torch.uint8), kept)
+    assert str(stride.value) == (
+        "Rows with strides (566, 1) from byte 0 on cannot be viewed as int8_per_token_head. Let them start at "
+        "multiples of 4 bytes, their bytes in a row."
+    )
+    with pytest.raises(ConfigError, match="from byte 2 on cannot be viewed as int8_per_token_head"):
+        backend.bind(torch.zeros(4, kept.page_bytes + 4, dtype=torch.uint8)[:, 2:], kept)
+    with pytest.raises(ConfigError, match=r"takes 560 bytes; the KV-cache spec's page has 448"):
+        backend.bind(torch.zeros(4, 560, dtype=torch.uint8), replace(kept, dtype="int8"))
+    pages = backend.bind(torch.zeros(4, kept.page_bytes + 8, dtype=torch.uint8)[:, 4:], kept)
+    assert isinstance(pages, ScaledPages)
+    # A byte may stand anywhere.
+    static = TorchSDPABackend(replace(PLAIN, kv_dtype="fp8_e4m3"))
+    pages = static.bind(torch.zeros(4, 448 + 3, dtype=torch.uint8)[:, 3:], replace(kept, dtype="fp8_e4m3"))
+    assert isinstance(pages, Tensor)
+    assert (pages.dtype, pages.stride()[0]) == (torch.float8_e4m3fn, 451)
+
+
 def test_bind_says_why_bytes_do_not_fit() -> None:
     backend = TorchSDPABackend(PLAIN)
     kept = FullAttentionSpec(7, 2, 16, "float32")
@@ -298,7 +358,11 @@ def test_writing_keys_alone_needs_a_layer_that_keeps_keys_alone() -> None:
     ("changes", "reason"),
     [
         ({"dtype": "int8"}, "dtype 'int8' is not one of float32, float16, bfloat16, float64."),
-        ({"kv_dtype": "fp8"}, "kv_dtype 'fp8' is not one of float32, float16, bfloat16, float64."),
+        (
+            {"kv_dtype": "fp8"},
+            "kv_dtype 'fp8' is not one of float32, float16, bfloat16, float64, fp8_e4m3, int8, "
+            "fp8_e4m3_per_token_head, int8_per_token_head.",
+        ),
         ({"device": "abacus:0"}, "device 'abacus:0' is not a device that torch knows."),
         (
             {"head_dim_v": 8},

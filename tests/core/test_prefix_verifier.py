@@ -13,10 +13,11 @@ from octavo.core.block_pool import BlockPool
 from octavo.core.content_keys import ContentHasher, ContentKey
 from octavo.core.engine_core import EngineCore
 from octavo.core.interfaces import HashFunction
+from octavo.core.interfaces.kv_format import KV_FORMATS
 from octavo.core.kv_cache_coordinator import PrefixHit, hash_unit_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_hash import PrefixHasher
-from octavo.core.prefix_verifier import PrefixVerifier, VerifyingKVCacheManager, tolerance
+from octavo.core.prefix_verifier import TOLERANCES, PrefixVerifier, VerifyingKVCacheManager, tolerance
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
@@ -590,6 +591,12 @@ def test_the_tolerance_is_that_of_the_coarsest_type():
     assert tolerance(["float32", "bfloat16"]) == 1.0
     assert tolerance(["float16", "float32"]) == 0.125
     assert tolerance(["float32", "a type of next year"]) == 1.0
+    assert tolerance(["bfloat16", "int8_per_token_head"]) == 3.0
+    assert tolerance(["float32", "fp8_e4m3"]) == 3.0
+
+
+def test_every_format_has_a_tolerance():
+    assert {*TOLERANCES} == {*KV_FORMATS}
 
 
 def test_where_the_one_that_fills_a_shared_block_is_aborted_before_its_step_runs_nothing_is_called_wrong(make_engine):

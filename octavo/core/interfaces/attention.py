@@ -172,7 +172,10 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def cannot_serve(cls, spec: AttentionSpec) -> list[str]:
-        """Return every reason why this backend cannot serve `spec`, as sentences; an empty list when it can."""
+        """Return every reason why this backend cannot serve `spec`, as sentences; an empty list when it can.
+
+        A class whose answer depends on its options may take them, `cannot_serve(cls, spec, options=None)`.
+        """
 
     def kv_cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Return the logical shape of one layer's cache. Dimension 0 is the block; a block is contiguous.

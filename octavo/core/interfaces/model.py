@@ -189,6 +189,10 @@ class Model(ABC):
     # a pydantic model of them, of which `from_checkpoint` then gets an instance as the keyword argument `options`.
     contract_version: ClassVar[int]
     Options: ClassVar[type[Any] | None] = None
+    # Whether `forward` can be captured in a CUDA graph for steps in which every row has one token, and replayed with
+    # other numbers in the batch's tensors. Then for such a batch it waits for nothing on the device, brings nothing
+    # over from the host, and every shape follows from the number of tokens.
+    can_capture: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -75,8 +75,16 @@ ABILITIES: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
     }
 )
 
-# Sizes that code is often written for one by one: each is tried alone, and some of them in COMBINATIONS, but not in
-# pairs with everything else.
+# Quantised formats of the cache: a scale for the whole layer, which core applies, or one in the page for each vector.
+QUANTISED: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
+    {
+        f"{kv_dtype}_cache": ({"dtype": "float32", "kv_dtype": kv_dtype},)
+        for kv_dtype in ("fp8_e4m3", "int8", "fp8_e4m3_per_token_head", "int8_per_token_head")
+    }
+)
+
+# Sizes and formats that code is often written for one by one: each is tried alone, and some of them in COMBINATIONS,
+# but not in pairs with everything else.
 SIZES: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
     {
         **{
@@ -110,6 +118,16 @@ SIZES: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
         "small_scale": ({"scale": 0.002},),
         "float16_and_bfloat16_cache": ({"dtype": "float16", "kv_dtype": "bfloat16"},),
         "bfloat16_and_float16_cache": ({"dtype": "bfloat16", "kv_dtype": "float16"},),
+        **QUANTISED,
+        **{
+            f"{dtype}_and_{kv_dtype}_cache": ({"dtype": dtype, "kv_dtype": kv_dtype},)
+            for dtype, kv_dtype in (
+                ("bfloat16", "fp8_e4m3"),
+                ("float16", "int8"),
+                ("float16", "fp8_e4m3_per_token_head"),
+                ("bfloat16", "int8_per_token_head"),
+            )
+        },
     }
 )
 
@@ -159,6 +177,20 @@ COMBINATIONS = (
     "heads_16_8+block_size_3",
     "value_is_key_prefix_40_heads+window+sinks",
     "value_is_key_prefix_16_heads+bfloat16+block_size_3",
+    "fp8_e4m3_cache+value_is_key_prefix",
+    "fp8_e4m3_cache+window+chunk+keep_first+soft_cap+sinks",
+    "fp8_e4m3_cache+head_dim_80+block_size_7",
+    "int8_cache+value_is_key_prefix+block_size_7",
+    "int8_cache+multi_query+window+keep_first",
+    "fp8_e4m3_per_token_head_cache+value_is_key_prefix+window+sinks",
+    "fp8_e4m3_per_token_head_cache+multi_head+chunk+soft_cap",
+    # Scales that do not begin right behind the codes.
+    "fp8_e4m3_per_token_head_cache+multi_query+head_dim_7+block_size_7",
+    "int8_per_token_head_cache+value_is_key_prefix",
+    "int8_per_token_head_cache+window+keep_first+block_size_7",
+    "bfloat16_and_fp8_e4m3_cache+heads_9_3+head_dim_64+window+sinks",
+    "bfloat16_and_int8_per_token_head_cache+value_is_key_prefix_16_heads+block_size_3",
+    "float16_and_fp8_e4m3_per_token_head_cache+heads_14_2+head_dim_48+chunk+keep_first",
 )
 
 # What hardly any backend can do: cannot_serve must have an answer, if possible a reason.

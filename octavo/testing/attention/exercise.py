@@ -16,7 +16,7 @@ import pytest
 from octavo.core.interfaces.attention import AttentionBackend, AttentionSpec
 from octavo.errors import PluginOptionsError
 from octavo.plugins.families import ATTENTION_BACKENDS
-from octavo.plugins.part import checked_options
+from octavo.plugins.part import checked_options, takes_options
 from octavo.plugins.registry import scan
 from octavo.testing.attention.abilities import ABILITIES, RULES, SIZES, Changes, find_plain, specs_of
 from octavo.testing.attention.trial import Fault, Trial
@@ -48,12 +48,16 @@ class AttentionExercise:
 
     def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
         """Build the backend for a layer, with `options`. Override it where that is not enough."""
+        return self.backend_class()(spec, **self._option_keywords())
+
+    def _option_keywords(self) -> dict[str, Any]:
+        """Return what the backend's constructor gets besides the spec."""
         backend_class = self.backend_class()
         try:
             options = checked_options(f"the backend {backend_class.__name__}", backend_class, self.options)
         except PluginOptionsError as error:
             raise Fault(f"{type(self).__name__}.options: {error}") from None
-        return backend_class(spec, **({} if options is None else {"options": options}))
+        return {} if options is None else {"options": options}
 
     @classmethod
     def backend_class(cls) -> type[AttentionBackend]:
@@ -76,9 +80,10 @@ class AttentionExercise:
 
     def reasons_against(self, spec: AttentionSpec) -> list[str]:
         """Return the backend's reasons, after a look at whether they are a list of sentences."""
-        name = self.backend_class().__name__
+        name, cannot_serve = self.backend_class().__name__, self.backend_class().cannot_serve
+        keywords = self._option_keywords() if takes_options(cannot_serve) else {}
         try:
-            reasons = self.backend_class().cannot_serve(spec)
+            reasons = cannot_serve(spec, **keywords)
         except Exception as cause:
             raise Fault(
                 f"{name}.cannot_serve raised {type(cause).__name__}: {cause}; it must return reasons, whatever is in "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.testing.attention.exercise import AttentionExercise, over, own
 from octavo.testing.attention.oracle import PagedCase
+from octavo.testing.attention.stored_numbers import stored_numbers
 from octavo.testing.attention.trial import Trial
 
 KEYS_ALONE = (
@@ -22,6 +23,9 @@ KEYS_ALONE = (
     "value_is_key_prefix+float32_cache",
     "value_is_key_prefix+block_size_1",
     "value_is_key_prefix+block_size_7",
+    "value_is_key_prefix+fp8_e4m3_cache",
+    "value_is_key_prefix+bfloat16_and_int8_per_token_head_cache",
+    "value_is_key_prefix+float16_and_fp8_e4m3_per_token_head_cache+block_size_7",
 )
 
 
@@ -78,6 +82,18 @@ class GatherTests(AttentionExercise):
         if given.tolist() != slots.tolist():
             raise trial.fault("gather changed the slots that it was given.")
 
+    @over((KEYS_ALONE[0], *(name for name in KEYS_ALONE if "fp8" in name or "int8" in name)))
+    def test_nan_is_gathered_as_nan(self, trial: Trial) -> None:
+        self._require_gather()
+        drawn = trial.rows([(1, 20), (3, 9)]).case
+        keys = drawn.rows[1].keys.clone()
+        keys[4, 0, 5] = torch.nan
+        case = replace(drawn, rows=[drawn.rows[0], replace(drawn.rows[1], keys=keys)])
+        backend = trial.make_backend(trial.spec)
+        slots, stored = _stored(case)
+        gathered = backend.gather(trial.fill(backend, case), _on(case, slots))
+        _require_equal(trial, gathered, stored)
+
     def _require_gather(self) -> None:
         if not self.backend_class().can_gather:
             pytest.skip(f"{self.backend_class().__name__} sets can_gather to False.")
@@ -96,12 +112,13 @@ def _on(case: PagedCase, slots: np.ndarray[tuple[int], np.dtype[np.int64]]) -> T
 
 def _require_equal(trial: Trial, gathered: Tensor, keys: Tensor) -> None:
     """Complain unless these are the keys, as they are after having been stored."""
-    dtype, kv_dtype = getattr(torch, trial.spec.dtype), getattr(torch, trial.spec.kv_dtype)
-    wanted = keys.to(kv_dtype).to(dtype)
+    dtype = getattr(torch, trial.spec.dtype)
+    wanted = torch.from_numpy(stored_numbers(keys, trial.spec.kv_dtype)).to(dtype)
     if not isinstance(gathered, Tensor) or gathered.shape != wanted.shape or gathered.dtype != dtype:
-        got = f"{gathered.dtype} {tuple(gathered.shape)}" if isinstance(gathered, Tensor) else type(gathered).__name__
-        raise trial.fault(f"gather returned {got}; it must return {dtype} {tuple(wanted.shape)}.")
-    is_wrong = (gathered.cpu() != wanted).any(dim=1)
+        kind = f"{gathered.dtype} {tuple(gathered.shape)}" if isinstance(gathered, Tensor) else type(gathered).__name__
+        raise trial.fault(f"gather returned {kind}; it must return {dtype} {tuple(wanted.shape)}.")
+    got = gathered.cpu()
+    is_wrong = ((got != wanted) & ~(got.isnan() & wanted.isnan())).any(dim=1)
     if is_wrong.any():
         first = int(is_wrong.nonzero()[0])
         raise trial.fault(

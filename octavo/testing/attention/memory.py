@@ -10,12 +10,26 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionSpec
+from octavo.testing.attention.abilities import QUANTISED
 from octavo.testing.attention.exercise import AttentionExercise, over, own
 from octavo.testing.attention.numbers import FEW
 from octavo.testing.attention.oracle import NAN_BYTE, PagedCase, make_batch, move_blocks
 from octavo.testing.attention.trial import Trial, Wanted, batch_tensors
 
-LAYOUTS = ("plain", "value_is_key_prefix", "bfloat16", "float16", "bfloat16_cache", "block_size_1", "block_size_7")
+LAYOUTS = (
+    "plain",
+    "value_is_key_prefix",
+    "bfloat16",
+    "float16",
+    "bfloat16_cache",
+    "block_size_1",
+    "block_size_7",
+    "int8_cache",
+    "fp8_e4m3_per_token_head_cache",
+    "fp8_e4m3_cache+value_is_key_prefix",
+    "int8_per_token_head_cache+value_is_key_prefix",
+    "int8_per_token_head_cache+multi_query+head_dim_7+block_size_7",
+)
 # What a second group of layers may be like that shares the buffer of the first.
 SECOND_GROUPS = (
     "bfloat16",
@@ -26,6 +40,8 @@ SECOND_GROUPS = (
     "block_size_7",
     "window",
     "value_is_key_prefix",
+    "fp8_e4m3_cache",
+    "int8_per_token_head_cache",
 )
 
 
@@ -216,7 +232,7 @@ class MemoryTests(AttentionExercise):
         output = trial.output_of(backend, _with_noise(case.queries(), 2), kv_cache, backend.plan(padded), case.sinks)
         trial.compare(output[:3], wanted.output, case, "the output beside padding")
 
-    @over(("plain", "sinks", "window", "value_is_key_prefix", "float16", "bfloat16_cache"))
+    @over(("plain", "sinks", "window", "value_is_key_prefix", "float16", "bfloat16_cache", *QUANTISED))
     def test_what_it_is_given_is_left_as_it_was(self, trial: Trial) -> None:
         """Queries, keys, values, sinks, batch; and attending leaves the cache as it was."""
         case = trial.mixed().case
@@ -300,7 +316,7 @@ def _inside_a_buffer(case: PagedCase, seed: int) -> tuple[Tensor, Tensor]:
     num_blocks, row_bytes = case.empty_rows().shape
     buffer = _random_bytes((num_blocks, 64 + row_bytes + 80), case.spec.device, seed)
     rows = buffer[:, 64 : 64 + row_bytes]
-    rows.fill_(NAN_BYTE)
+    rows.copy_(case.empty_rows())
     return buffer, rows
 
 

@@ -8,10 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.testing.attention.abilities import ABILITIES, COMBINATIONS, RULES, SIZES, can_combine
+from octavo.testing.attention.abilities import ABILITIES, COMBINATIONS, QUANTISED, RULES, SIZES, can_combine
 from octavo.testing.attention.exercise import AttentionExercise, over, own, with_abilities
-from octavo.testing.attention.oracle import PagedCase, RowHistory, move_blocks, replace_rows
+from octavo.testing.attention.oracle import (
+    PagedCase,
+    RowHistory,
+    move_blocks,
+    number_size,
+    replace_rows,
+    stored_keys_and_values,
+)
 from octavo.testing.attention.trial import Trial, Wanted, wanted_of
+
+# The unquantised layouts and all quantised formats, for what depends on how numbers are stored.
+FORMATS = ("plain", "value_is_key_prefix", *QUANTISED)
 
 # One of each kind, for what depends little on the rule.
 FEW = ("plain", "window", "sinks", "value_is_key_prefix", "window+chunk+keep_first+soft_cap+sinks")
@@ -125,7 +135,7 @@ class NumberTests(AttentionExercise):
         for fill in (0xFF, 0x00, 0x7B):
             trial.run(trial.mixed(), fill=fill)
 
-    @over(FEW)
+    @over((*FEW, *QUANTISED))
     def test_one_rows_nan_stays_in_the_row(self, trial: Trial) -> None:
         healthy = trial.rows([(1, 30), (1, 33), (1, 31), (4, 32), (5, 36)])
         rows = list(healthy.case.rows)
@@ -140,6 +150,47 @@ class NumberTests(AttentionExercise):
         part = replace_rows(case, [0, 2, 4])
         trial.cases.append(part)
         trial.compare(output[others], healthy.output[others], part, "beside rows whose keys are NaN, the output")
+
+    @over(FORMATS)
+    def test_a_nan_among_the_keys_or_values_is_not_lost(self, trial: Trial) -> None:
+        """One number of one head, in what the last query of each row stores: a model gone wrong must not look right."""
+        drawn = trial.rows([(1, 1), (1, 30), (5, 36)]).case
+        group_size = trial.spec.num_query_heads // trial.spec.num_kv_heads
+        for name in ("keys",) if trial.spec.value_is_key_prefix else ("keys", "values"):
+            rows = []
+            for row in drawn.rows:
+                sick = getattr(row, name).clone()
+                sick[-1, -1, 3] = torch.nan
+                rows.append(replace(row, **{name: sick}))
+            case = replace(drawn, rows=rows)
+            trial.cases.append(case)
+            backend = trial.make_backend(trial.spec)
+            output = trial.output_of(
+                backend, case.queries(), trial.fill(backend, case), backend.plan(case.batch()), case.sinks
+            )
+            # A NaN key makes its score NaN and so every weight; a NaN value spoils at least its own place.
+            is_nan = output[[0, 1, 6], -group_size:].isnan()
+            if not (is_nan.all() if name == "keys" else is_nan[..., 3].all()):
+                raise trial.fault(f"NaN among the {name} that a query sees is lost: its output is finite.")
+
+    @over(tuple(QUANTISED))
+    def test_outliers_are_cut_off_or_scaled(self, trial: Trial) -> None:
+        """Numbers far beyond the codes, which some layers of most models have, and vectors of zeros alone."""
+        drawn = trial.rows([(1, 20), (1, 41), (20, 40)], score_size=0.002).case
+        rng = np.random.default_rng(trial.seed)
+        rows = []
+        for row in drawn.rows:
+            parts = {}
+            for name in ("keys", "values"):
+                numbers = getattr(row, name).clone()
+                numbers[torch.from_numpy(rng.random(numbers.shape) < 0.02)] *= 3000
+                numbers[torch.from_numpy(rng.random(numbers.shape[:-1]) < 0.1)] = 0
+                parts[name] = numbers
+            rows.append(replace(row, **parts))
+        case = replace(drawn, rows=rows)
+        # Sums have errors of the size of the largest value in them.
+        largest = max(np.abs(stored_keys_and_values(row, trial.spec)[1]).max() for row in rows)
+        trial.run(wanted_of(case), slack=float(largest) / number_size(trial.spec))
 
     @over(RULES)
     def test_a_prefill_in_pieces_equals_a_whole_one(self, trial: Trial) -> None:

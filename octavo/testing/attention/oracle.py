@@ -18,13 +18,19 @@ from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from octavo.core.interfaces.kv_format import DTYPE_BYTES
+from octavo.core.interfaces.kv_format import KV_FORMATS
+from octavo.testing.attention.stored_numbers import Floats, stored_numbers
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Every element type reads bytes of ones as NaN.
+# Every element type reads bytes of ones as NaN, scales included; but int8 alone has another code for it.
 NAN_BYTE = 0xFF
+INT8_NAN_BYTE = 0x80
+
+# Formats that cut off what is too large, infinities too. They take numbers as they come, so numbers of size 1 would
+# have three or four codes of int8 between them.
+CUTTING_OFF = ("fp8_e4m3", "int8")
+INT8_NUMBER_SIZE = 40.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class KeysOnlySpec(KVCacheSpec):
 
     Attributes:
         head_dim: Numbers in one key.
-        dtype: Element type, as torch names it.
+        dtype: How numbers are stored, a name of KV_FORMATS.
     """
 
     kind: ClassVar[str] = "keys_only"
@@ -42,7 +48,7 @@ class KeysOnlySpec(KVCacheSpec):
 
     @property
     def page_bytes(self) -> int:
-        return self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return KV_FORMATS[self.dtype].page_bytes(self.block_size, self.head_dim)
 
 
 def kv_cache_spec_for(spec: AttentionSpec) -> KVCacheSpec:
@@ -50,6 +56,11 @@ def kv_cache_spec_for(spec: AttentionSpec) -> KVCacheSpec:
     if spec.value_is_key_prefix:
         return KeysOnlySpec(spec.block_size, spec.head_dim, spec.kv_dtype)
     return FullAttentionSpec(spec.block_size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype)
+
+
+def number_size(spec: AttentionSpec) -> float:
+    """Return the typical size of a case's keys and values, such that the codes of a format are put to use."""
+    return INT8_NUMBER_SIZE if spec.kv_dtype == "int8" else 1.0
 
 
 def sees(spec: AttentionSpec, query_positions: Ints, key_positions: Ints) -> NDArray[np.bool_]:
@@ -203,15 +214,17 @@ class PagedCase:
     def empty_rows(self) -> Tensor:
         """Return the bytes of a cache in which every slot holds NaN. [num_blocks, page bytes and padding]"""
         row_bytes = self.kv_cache_spec.page_bytes + self.page_padding_bytes
-        return torch.full((self.num_blocks, row_bytes), NAN_BYTE, dtype=torch.uint8, device=self.spec.device)
+        nan_byte = INT8_NAN_BYTE if self.spec.kv_dtype == "int8" else NAN_BYTE
+        return torch.full((self.num_blocks, row_bytes), nan_byte, dtype=torch.uint8, device=self.spec.device)
 
     def write_history(self, backend: AttentionBackend, kv_cache: Any) -> None:
         """Store what came before the step in several steps of random size, as chunked prefill would.
 
         Rows may share blocks: each slot is written once, and those that the step itself fills are left out. Afterwards
-        the kept slots that no query of the step sees are overwritten with infinities: what is there is nobody's
-        business any more.
+        the kept slots that no query of the step sees are overwritten with infinities, or with NaN in a format that has
+        no infinity: what is there is nobody's business any more.
         """
+        infinity = torch.nan if self.spec.kv_dtype in CUTTING_OFF else torch.inf
         rng = np.random.default_rng(self.seed)
         done = [0] * len(self.rows)
         ends = [row.context_len - row.num_queries for row in self.rows]
@@ -225,8 +238,8 @@ class PagedCase:
             slots = row.slots(0, first_query, self.spec.block_size)
             unseen = np.flatnonzero(~np.isin(slots, seen_slots) & (slots >= 0))
             if len(unseen):
-                garbage = torch.full_like(row.keys[unseen], torch.inf)
-                values = torch.full_like(row.values[unseen], -torch.inf)
+                garbage = torch.full_like(row.keys[unseen], infinity)
+                values = torch.full_like(row.values[unseen], -infinity)
                 backend.write(
                     garbage.to(self.spec.device),
                     self._stored_values(values),
@@ -282,11 +295,8 @@ class PagedCase:
         """
         spec = spec or self.spec
         sinks = _float64(self.sinks) if self.sinks is not None and spec.sinks else None
-        kv_dtype: torch.dtype = getattr(torch, spec.kv_dtype)
         results = [
-            attend_by_definition(
-                spec, _float64(row.queries), _float64(row.keys.to(kv_dtype)), _float64(row.values.to(kv_dtype)), sinks
-            )
+            attend_by_definition(spec, _float64(row.queries), *stored_keys_and_values(row, spec), sinks)
             for row in self.rows
         ]
         return np.concatenate([output for output, _ in results]), np.concatenate([lse for _, lse in results])
@@ -311,6 +321,14 @@ class PagedCase:
 
     def _stored_values(self, values: Tensor) -> Tensor | None:
         return None if self.spec.value_is_key_prefix else values.to(self.spec.device)
+
+
+def stored_keys_and_values(row: RowHistory, spec: AttentionSpec) -> tuple[Floats, Floats]:
+    """Return a row's history as it is read back. [context_len, num_kv_heads, head_dim] and [..., head_dim_v]"""
+    keys = stored_numbers(row.keys, spec.kv_dtype)
+    if spec.value_is_key_prefix:
+        return keys, keys[..., : spec.head_dim_v]
+    return keys, stored_numbers(row.values, spec.kv_dtype)
 
 
 def replace_rows(case: PagedCase, rows: Sequence[int]) -> PagedCase:
@@ -377,7 +395,7 @@ def make_case(
     Args:
         lengths: (number of queries, context length) of each row, decode rows first.
         page_padding_bytes: Bytes between the pages of two blocks; a multiple of the element size.
-        score_size: Typical size of a query's numbers: larger ones make sharper attention.
+        score_size: Typical size of a query's numbers where keys have size 1: larger ones make sharper attention.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
@@ -389,17 +407,16 @@ def make_case(
     free = iter((rng.permutation(num_blocks - 1) + 1).tolist())
     rows = []
     for (num_queries, context_len), num_row_blocks in zip(lengths, needed, strict=True):
-        keys = draw(context_len, spec.num_kv_heads, spec.head_dim)
-        values = draw(context_len, spec.num_kv_heads, spec.head_dim_v)
+        keys = draw(context_len, spec.num_kv_heads, spec.head_dim, size=number_size(spec))
+        values = draw(context_len, spec.num_kv_heads, spec.head_dim_v, size=number_size(spec))
         if spec.value_is_key_prefix:
             values = keys[..., : spec.head_dim_v]
         blocks = np.array([next(free) for _ in range(num_row_blocks)], dtype=np.int32)
         query_positions = np.arange(context_len - num_queries, context_len)
         seen = np.flatnonzero(sees(spec, query_positions, np.arange(context_len)).any(axis=0))
         blocks[np.setdiff1d(np.arange(num_row_blocks), seen // spec.block_size)] = 0
-        rows.append(
-            RowHistory(keys, values, draw(num_queries, spec.num_query_heads, spec.head_dim, size=score_size), blocks)
-        )
+        queries = draw(num_queries, spec.num_query_heads, spec.head_dim, size=score_size / number_size(spec))
+        rows.append(RowHistory(keys, values, queries, blocks))
     max_blocks = max(needed, default=0) + 2
     filler = rng.choice(
         np.array([0, 1, num_blocks - 1, num_blocks + 1000], dtype=np.int32), size=(len(lengths), max_blocks)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from octavo.testing.attention.abilities import differing_fields, tolerance_of
-from octavo.testing.attention.oracle import Floats, PagedCase, make_case, random_lengths
+from octavo.testing.attention.oracle import PagedCase, make_case, number_size, random_lengths
+from octavo.testing.attention.stored_numbers import Floats
 
 Lengths = Sequence[tuple[int, int]]
 
@@ -116,15 +117,16 @@ class Trial:
 
     # --- what a backend does with them
 
-    def run(self, wanted: Wanted, *, fill: int = 0xFF, slack: float = 1.0) -> Tensor:
+    def run(self, wanted: Wanted, *, fill: int | None = None, slack: float = 1.0) -> Tensor:
         """Put a batch through a new backend and a new cache, with and without log-sum-exp; return the output.
 
         Args:
-            fill: The byte that the cache is full of before. 0xFF makes NaN of every dtype.
+            fill: The byte that the cache is full of before; one that makes NaN when not given.
             slack: How many times the usual error is forgiven.
         """
         backend = self.make_backend(wanted.case.spec)
-        kv_cache = self.fill(backend, wanted.case, torch.full_like(wanted.case.empty_rows(), fill))
+        rows = wanted.case.empty_rows()
+        kv_cache = self.fill(backend, wanted.case, rows if fill is None else torch.full_like(rows, fill))
         return self.attend(backend, wanted, kv_cache, backend.plan(wanted.case.batch()), slack=slack)
 
     def fill(self, backend: AttentionBackend, case: PagedCase, rows: Tensor | None = None) -> Any:
@@ -144,7 +146,7 @@ class Trial:
         self.compare(output, wanted.output, wanted.case, "the output", slack)
         with_lse, lse = self.output_and_lse_of(backend, queries, kv_cache, plan, wanted.case.sinks)
         self.compare(with_lse, wanted.output, wanted.case, "the output beside return_lse=True", slack)
-        self.compare(lse, wanted.lse, wanted.case, "the log-sum-exp (natural, sinks included)", slack, "float32")
+        self.compare_lse(lse, wanted.lse, wanted.case, slack)
         return output
 
     def output_of(
@@ -177,17 +179,41 @@ class Trial:
         case: PagedCase,
         what: str,
         slack: float = 1.0,
-        dtype: str | None = None,
     ) -> None:
-        """Complain unless every number is within the tolerance of the spec's dtype, relative and absolute.
+        """Complain unless every number of the output is within the tolerance of the spec's dtype.
+
+        The tolerance is relative, and absolute for values of size 1: that of larger ones grows with them.
 
         Args:
-            got: One row a token. [num_tokens, num_query_heads, ...]
+            got: [num_tokens, num_query_heads, head_dim_v]
             wanted: As `got`.
             what: What `got` is, for the complaint.
-            dtype: What it must be of; the spec's when not given.
         """
-        dtype = dtype or case.spec.dtype
+        dtype = case.spec.dtype
+        self._compare(got, wanted, case, what, dtype, slack * self._tolerance(dtype), number_size(case.spec))
+
+    def compare_lse(self, got: Tensor, wanted: NDArray[np.floating[Any]], case: PagedCase, slack: float = 1.0) -> None:
+        """Complain unless every log-sum-exp is within the tolerance of the spec's dtype, relative and absolute.
+
+        Args:
+            got: [num_tokens, num_query_heads]
+            wanted: As `got`.
+        """
+        # It is float32 even of float64, so that it can be no better than that.
+        tolerance = slack * max(self._tolerance(name) for name in (case.spec.dtype, "float32"))
+        self._compare(got, wanted, case, "the log-sum-exp (natural, sinks included)", "float32", tolerance, 1.0)
+
+    def _compare(
+        self,
+        got: Tensor,
+        wanted: NDArray[np.floating[Any]],
+        case: PagedCase,
+        what: str,
+        dtype: str,
+        tolerance: float,
+        size: float,
+    ) -> None:
+        """Complain unless `got` is of a dtype and each of its errors at most tolerance * (size + |wanted|)."""
         if tuple(got.shape) != wanted.shape:
             raise self.fault(f"{what} has shape {tuple(got.shape)}; it must have {wanted.shape}.")
         if got.dtype != getattr(torch, dtype):
@@ -195,15 +221,14 @@ class Trial:
         if got.device.type != torch.device(case.spec.device).type:
             raise self.fault(f"{what} is on {got.device}; it must be on {case.spec.device}.")
         numbers = got.detach().to("cpu", torch.float64).numpy()
-        # A log-sum-exp is float32 even of float64, so that it can be no better than that.
-        tolerance = slack * max(self._tolerance(name) for name in {case.spec.dtype, dtype})
         with np.errstate(invalid="ignore"):
             errors = np.abs(numbers - wanted)
         errors = np.where(np.isnan(errors), np.inf, errors)
-        is_wrong = ~(errors <= tolerance * (1 + np.abs(wanted)))
+        is_wrong = ~(errors <= tolerance * (size + np.abs(wanted)))
         if not is_wrong.any():
             return
         worst = np.unravel_index(int(np.argmax(np.where(is_wrong, errors, -1))), errors.shape)
+        absolute = "" if size == 1 else f" {tolerance * size:.3g}"
         place, value, right = _place(case, int(worst[0]), int(worst[1])), numbers[worst], wanted[worst]
         hint = ""
         if not np.isfinite(value):
@@ -214,7 +239,7 @@ class Trial:
         raise self.fault(
             f"{what} differs from attention by its definition in {int(is_wrong.sum())} of {is_wrong.size} numbers, "
             f"most in {place}: {value:.6g} instead of {right:.6g}, an error of {errors[worst]:.3g} where "
-            f"{tolerance:.3g} is allowed, relative and absolute.{hint}"
+            f"{tolerance:.3g} is allowed, relative and{absolute} absolute.{hint}"
         )
 
     def _tolerance(self, dtype: str) -> float:

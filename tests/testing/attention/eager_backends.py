@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.interfaces.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from octavo.core.interfaces.kv_format import KV_FORMATS, KVFormat, ScaledPages
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -68,11 +70,12 @@ class Eager(AttentionBackend):
                 continue
             keys, values = self.fetch(kv_cache, batch.block_table[row], context_len)
             head_of = self.kv_heads()
+            positions = torch.arange(context_len)
+            is_seen = self.sees(positions[context_len - (end - start) :, None], positions[None])
+            keys, values = (self.without_garbage(part, is_seen.any(dim=0)) for part in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), keys[:, head_of]) * spec.scale
             if spec.soft_cap is not None:
                 scores = self.cap(scores)
-            positions = torch.arange(context_len)
-            is_seen = self.sees(positions[context_len - (end - start) :, None], positions[None])
             scores = scores.masked_fill(~is_seen, -math.inf)
             denominator = scores.logsumexp(-1)
             if sinks is not None:
@@ -86,18 +89,17 @@ class Eager(AttentionBackend):
         return slots >= 0
 
     def fetch(self, kv_cache: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the context, in float64, with zeros where no query may look."""
+        """Return keys and values of the context, in float64."""
         blocks = table[: -(-context_len // self.spec.block_size)].long()
         if self.spec.value_is_key_prefix:
             keys = kv_cache[blocks].flatten(0, 1)[:context_len, None].double()
-            keys = self.without_garbage(keys)
             return keys, keys[..., : self.spec.head_dim_v]
         keys, values = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context_len].double()
-        return keys, self.without_garbage(values)
+        return keys, values
 
-    def without_garbage(self, values: Tensor) -> Tensor:
-        # Only what no query sees is not finite, as far as this test backend is concerned.
-        return torch.where(values.isfinite(), values, 0)
+    def without_garbage(self, numbers: Tensor, is_seen: Tensor) -> Tensor:
+        """Return keys or values with zeros in place of those that no query sees, whose weights are 0."""
+        return numbers.masked_fill(~is_seen[:, None, None], 0)
 
     def kv_heads(self) -> Tensor:
         """Return the KV head of each query head. [num_query_heads]"""
@@ -126,3 +128,65 @@ class Eager(AttentionBackend):
 
     def is_kept(self, key: Tensor) -> Tensor:
         return key < self.spec.keep_first
+
+
+class QuantisedEager(Eager):
+    """The same for the quantised formats too: what is stored and what is read back is in methods of their own."""
+
+    @classmethod
+    def knows(cls, spec: AttentionSpec, name: str) -> bool:
+        return getattr(spec, name) in (KV_FORMATS if name == "kv_dtype" else DTYPES)
+
+    @property
+    def format(self) -> KVFormat:
+        return KV_FORMATS[self.spec.kv_dtype]
+
+    def write(self, key: Tensor, value: Tensor | None, kv_cache: Any, slots: Tensor) -> None:
+        if not self.format.is_quantised:
+            return super().write(key, value, kv_cache, slots)
+        vectors = key if value is None else torch.stack((key, value), dim=1)
+        codes, scales = self.quantise(vectors)
+        # Float8 as bytes: torch does not move all of it.
+        self.store(codes.view(torch.uint8), _codes(kv_cache).view(torch.uint8), slots)
+        if scales is not None:
+            self.store_scales(scales, kv_cache.scales, slots)
+
+    def store(self, numbers: Tensor, pages: Tensor, slots: Tensor) -> None:
+        is_stored = self.is_stored(slots)
+        block, offset = slots[is_stored] // self.spec.block_size, slots[is_stored] % self.spec.block_size
+        if self.spec.value_is_key_prefix:
+            pages[block, offset] = numbers[is_stored, 0]
+        else:
+            pages[block, :, offset] = numbers[is_stored]
+
+    def store_scales(self, scales: Tensor, pages: Tensor, slots: Tensor) -> None:
+        self.store(scales, pages, slots)
+
+    def fetch(self, kv_cache: Any, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        if not self.format.is_quantised:
+            return super().fetch(kv_cache, table, context_len)
+        blocks = table[: -(-context_len // self.spec.block_size)].long()
+        return super().fetch(self.numbers_at(kv_cache, blocks), torch.arange(len(blocks)), context_len)
+
+    def gather(self, kv_cache: Any, slots: Tensor) -> Tensor:
+        if not self.format.is_quantised:
+            return super().gather(kv_cache, slots)
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        index = (slots // self.spec.block_size, slots % self.spec.block_size)
+        return self.numbers_at(kv_cache, index).to(dtype)
+
+    def numbers_at(self, kv_cache: Any, index: Any) -> Tensor:
+        """Return the numbers of some blocks, or of some slots."""
+        codes = _codes(kv_cache).view(torch.uint8)[index].view(self.format.torch_dtype)
+        return self.dequantise(codes, kv_cache.scales[index] if self.format.has_page_scales else None)
+
+    def quantise(self, vectors: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.format.quantise(vectors)
+
+    def dequantise(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return self.format.dequantise(codes, scales)
+
+
+def _codes(kv_cache: Any) -> Tensor:
+    codes: Tensor = kv_cache.codes if isinstance(kv_cache, ScaledPages) else kv_cache
+    return codes

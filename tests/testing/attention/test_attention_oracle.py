@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from octavo.core.interfaces.attention import AttentionSpec
+from octavo.core.interfaces.kv_format import KV_FORMATS, ScaledPages
 from octavo.testing.attention.abilities import tolerance_of
-from octavo.testing.attention.oracle import attend_by_definition, make_case
+from octavo.testing.attention.oracle import attend_by_definition, make_case, stored_keys_and_values
 
 PLAIN = AttentionSpec(
     num_query_heads=6,
@@ -22,6 +24,40 @@ PLAIN = AttentionSpec(
     kv_dtype="float32",
     device="cpu",
 )
+
+
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+def test_what_nobody_wrote_is_nan_in_every_format(kv_dtype: str) -> None:
+    case = make_case(np.random.default_rng(0), replace(PLAIN, kv_dtype=kv_dtype), [(1, 20)])
+    kv_format = KV_FORMATS[kv_dtype]
+    pages = kv_format.view_pages(case.empty_rows(), (2, 7, 2, 16))
+    if isinstance(pages, ScaledPages):
+        assert pages.scales.isnan().all()
+        assert kv_format.dequantise(pages.codes, pages.scales).isnan().all()
+    else:
+        assert (kv_format.dequantise(pages, None) if kv_format.is_quantised else pages).isnan().all()
+
+
+@pytest.mark.parametrize("kv_dtype", [name for name in KV_FORMATS if KV_FORMATS[name].is_quantised])
+def test_drawn_numbers_use_the_range_of_a_format(kv_dtype: str) -> None:
+    """Or else rounding to the nearest code could not be told from rounding to the one below."""
+    (row,) = make_case(np.random.default_rng(0), replace(PLAIN, kv_dtype=kv_dtype), [(1, 500)]).rows
+    codes, _ = KV_FORMATS[kv_dtype].quantise(row.keys)
+    assert len(codes.view(torch.uint8).unique()) > 120
+    keys, values = stored_keys_and_values(row, replace(PLAIN, kv_dtype=kv_dtype))
+    for stored, drawn in ((keys, row.keys), (values, row.values)):
+        error = np.linalg.norm(stored - drawn.numpy()) / np.linalg.norm(drawn.numpy())
+        assert 0.004 < error < 0.04
+
+
+def test_a_value_that_is_a_part_of_its_key_is_scaled_with_it() -> None:
+    spec = replace(
+        PLAIN, num_kv_heads=1, head_dim=4, head_dim_v=2, value_is_key_prefix=True, kv_dtype="int8_per_token_head"
+    )
+    (row,) = make_case(np.random.default_rng(0), spec, [(1, 1)]).rows
+    keys, values = stored_keys_and_values(replace(row, keys=torch.tensor([[[1.2, -2.6, 127.0, 0.0]]])), spec)
+    assert keys.tolist() == [[[1.0, -3.0, 127.0, 0.0]]]
+    assert values.tolist() == [[[1.0, -3.0]]]
 
 
 def test_the_definition_by_hand() -> None:

@@ -28,6 +28,7 @@ from octavo.testing.attention.trial import Fault
 pytest_plugins = ["pytester"]
 
 DEFINITION = "test_output_and_lse_equal_the_definition"
+NAN_KEPT = "test_a_nan_among_the_keys_or_values_is_not_lost"
 
 
 class TestEager(AttentionBackendSuite):
@@ -219,8 +220,19 @@ class CacheInQueryDtype(Eager):
 
 
 class MultipliesBeforeItMasks(Eager):
-    def without_garbage(self, values: Tensor) -> Tensor:
-        return values
+    def without_garbage(self, numbers: Tensor, is_seen: Tensor) -> Tensor:
+        return numbers
+
+
+class ReplacesAllNaN(Eager):
+    def without_garbage(self, numbers: Tensor, is_seen: Tensor) -> Tensor:
+        return torch.where(numbers.isfinite(), numbers, 0)
+
+
+class ReplacesNaNValues(Eager):
+    def fetch(self, kv_cache: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().fetch(kv_cache, table, context_len)
+        return keys, values.nan_to_num()
 
 
 class ReadsOneBlockTooMany(Eager):
@@ -591,6 +603,9 @@ FAR_BACK = "test_many_keys_are_gathered_from_far_back_in_a_large_cache"
         (NoSmallHeads, "head_dim_7", "test_what_is_accepted_can_be_built", "head_dim must be a multiple of 8"),
         (NoSmallHeads, "window+head_dim_7", "test_abilities_work_together", "no reason against this spec"),
         (NaNSpreads, "plain", "test_one_rows_nan_stays_in_the_row", "beside rows whose keys are NaN"),
+        (ReplacesAllNaN, "plain", NAN_KEPT, "NaN among the keys that a query sees is lost"),
+        (ReplacesAllNaN, "value_is_key_prefix", NAN_KEPT, "NaN among the keys that a query sees is lost"),
+        (ReplacesNaNValues, "plain", NAN_KEPT, "NaN among the values that a query sees is lost"),
         (GroupsOfPowersOfTwo, "heads_9_3", DEFINITION, "the output differs"),
         (GroupsOfPowersOfTwo, "heads_14_2", DEFINITION, "the output differs"),
         (EightKVHeadsAtMost, "heads_12_12", DEFINITION, "the output differs"),
