@@ -67,6 +67,7 @@ def build_engine(config: EngineConfig) -> Assembly:
         ConfigError: Settings contradict each other or the model.
     """
     # Imported here, for torch takes more than a second.
+    from octavo.core import cuda_graphs
     from octavo.core.model_runner import ModelRunner
 
     _check_verification(config)
@@ -85,7 +86,15 @@ def build_engine(config: EngineConfig) -> Assembly:
     groups = tuple(selected.group for selected in selection.groups)
     manager_parts = [selected.manager.part for selected in selection.groups]
     cost = request_cost(config, [selected.manager for selected in selection.groups], groups)
-    kv_cache_config = KVCacheConfig(_num_blocks(config, model, backends, cost, device), groups)
+    sizes = cuda_graphs.sizes_to_capture(
+        device,
+        model,
+        backends,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        wanted=config.cudagraph_capture_sizes,
+        enforce_eager=config.enforce_eager,
+    )
+    kv_cache_config = KVCacheConfig(_num_blocks(config, needs, model, backends, cost, sizes), groups)
     _check_size(kv_cache_config, device)
     max_model_len = _max_model_len(config, spec, cost, kv_cache_config.num_blocks)
     logger.info(
@@ -109,7 +118,9 @@ def build_engine(config: EngineConfig) -> Assembly:
     ]
     for part, manager, group in zip(manager_parts, managers, groups, strict=True):
         check_reach(part, manager, needs.attention_specs(group), max_model_len)
-    runner = ModelRunner(model, backends, kv_cache_config, device)
+    runner = ModelRunner(model, backends, kv_cache_config, device, needs.kv_scales.layers)
+    if sizes:
+        runner.capture_decode_steps(sizes, [manager.num_blocks_needed(max_model_len) for manager in managers])
     make_kv_cache_manager = VerifyingKVCacheManager if config.cache.verify_prefix_cache else KVCacheManager
     kv_cache_manager = make_kv_cache_manager(
         pool,
@@ -275,36 +286,62 @@ def _check_size(kv_cache_config: KVCacheConfig, device: str) -> None:
 
 
 def _num_blocks(
-    config: EngineConfig, model: Model, backends: Sequence[AttentionBackend], cost: RequestCost, device: str
+    config: EngineConfig,
+    needs: ModelNeeds,
+    model: Model,
+    backends: Sequence[AttentionBackend],
+    cost: RequestCost,
+    sizes: Sequence[int],
 ) -> int:
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
     if config.cache.kv_cache_memory_bytes is not None:
         available = config.cache.kv_cache_memory_bytes
     else:
-        available = _available_bytes(config, model, backends, cost, device)
+        available = _available_bytes(config, needs, model, backends, cost, sizes)
     shortest = SHORTEST_REQUEST if config.max_model_len == "auto" else config.max_model_len
     return num_blocks_from_memory(available, cost, shortest)
 
 
 def _available_bytes(
-    config: EngineConfig, model: Model, backends: Sequence[AttentionBackend], cost: RequestCost, device: str
+    config: EngineConfig,
+    needs: ModelNeeds,
+    model: Model,
+    backends: Sequence[AttentionBackend],
+    cost: RequestCost,
+    sizes: Sequence[int],
 ) -> int:
     from octavo.core import memory
     from octavo.core.model_runner import ModelRunner
 
+    device = needs.device
     if device == "cpu":
         return memory.cpu_kv_cache_bytes(config.cache.cpu_memory_share)
     num_tokens, num_rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
+    block_sizes = [group.spec.block_size for group in cost.groups]
+    device_memory = memory.CudaMemory(device)
+    # Unless it is given, how long requests can be follows from the size of the cache, which is not known yet.
+    longest = needs.spec.max_position if config.max_model_len == "auto" else config.max_model_len
+
+    def runner_of(num_blocks: int) -> ModelRunner:
+        return ModelRunner(model, backends, KVCacheConfig(num_blocks, cost.groups), device, needs.kv_scales.layers)
+
     def profiling_forward() -> None:
-        block_sizes = [group.spec.block_size for group in cost.groups]
-        num_blocks = memory.num_profiling_blocks(num_tokens, num_rows, block_sizes)
-        runner = ModelRunner(model, backends, KVCacheConfig(num_blocks, cost.groups), device)
+        runner = runner_of(memory.num_profiling_blocks(num_tokens, num_rows, block_sizes))
         runner.run(memory.profiling_plan(num_tokens, num_rows, block_sizes))
 
+    def capture(some_sizes: Sequence[int]) -> ModelRunner:
+        # Two blocks: the null block, and the one that steps are tried out with.
+        runner = runner_of(2)
+        runner.capture_decode_steps(some_sizes, [-(-longest // size) for size in block_sizes])
+        return runner
+
     return memory.accelerator_kv_cache_bytes(
-        memory.CudaMemory(device), config.cache.gpu_memory_utilization, profiling_forward
+        device_memory,
+        config.cache.gpu_memory_utilization,
+        profiling_forward,
+        lambda: memory.graph_bytes(device_memory, sizes, capture),
     )
 
 

@@ -1,4 +1,4 @@
-"""One step's tensors, made from a plan: what the model reads, and what each attention backend reads."""
+"""One step as a model sees it: its tensors, and attention over the KV cache through each layer's backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from octavo.core.latent_attention import (
     offers_expansion,
     rows_to_expand,
 )
-from octavo.core.step_plan import Int32Array, StepPlan
+from octavo.core.static_scales import StaticScales
+from octavo.core.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -32,43 +33,29 @@ class LayerCache:
         kv_cache: What the backend's `bind` returned.
         group_id: Whose block tables the layer follows.
         block_size: Tokens in a block of that group.
+        scales: Of what is stored, where neither the backend nor a page has them; None for 1.
     """
 
     backend: AttentionBackend
     kv_cache: Any
     group_id: int
     block_size: int
+    scales: StaticScales | None = None
 
 
 class StepBatch:
     """Implements `ForwardBatch` for one step.
 
     Args:
-        plan: What to compute.
+        inputs: The step's tensors.
         layers: The model's attention layers, in its own numbering.
-        device: Where the tensors go, as torch names it.
     """
 
-    def __init__(self, plan: StepPlan, layers: list[LayerCache], device: str) -> None:
+    def __init__(self, inputs: StepInputs, layers: list[LayerCache]) -> None:
         self._layers = layers
-        query_starts = np.zeros(plan.num_entries + 1, np.int32)
-        np.cumsum(plan.num_new_tokens, out=query_starts[1:])
-        # Token t of entry e stands at first_positions[e] + (t - query_starts[e]).
-        entry_of_token = np.repeat(np.arange(plan.num_entries), plan.num_new_tokens)
-        offsets = np.arange(plan.num_tokens) - query_starts[entry_of_token]
-        positions = (plan.first_positions[entry_of_token] + offsets).astype(np.int64)
-        self.token_ids = _to_device(plan.token_ids.astype(np.int64), device)
-        self.positions = _to_device(positions, device)
-        # Rows of the hidden states from which a next token is sampled. [num_samples]
-        self.sample_rows = _to_device((query_starts[1:] - 1)[plan.samples].astype(np.int64), device)
-
-        groups = {layer.group_id: layer.block_size for layer in layers}
-        self._batches = {
-            group_id: _attention_batch(
-                plan, plan.block_tables[group_id], block_size, query_starts, entry_of_token, positions, device
-            )
-            for group_id, block_size in groups.items()
-        }
+        self._batches = inputs.batches
+        self.token_ids = inputs.token_ids
+        self.positions = inputs.positions
         # Layers that share a backend and a group share a plan. MLA layers plan when they are first run: only their
         # projections say which rows take which way.
         self._plans: dict[tuple[int, int], Any] = {}
@@ -103,21 +90,27 @@ class StepBatch:
     def _write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         """Store all rows' tokens before any row reads: it may use blocks that another one fills in this very step."""
         cache = self._layers[layer]
+        if cache.scales is not None:
+            key, value = cache.scales.stored_key(key), cache.scales.stored_value(value)
         with _noting(cache.backend, f"layer {layer}"):
             cache.backend.write(key, value, cache.kv_cache, self._batches[cache.group_id].slots)
 
     def _attend(self, layer: int, query: Tensor, plan: Any, sinks: Tensor | None = None) -> Tensor:
         cache = self._layers[layer]
+        if cache.scales is not None:
+            query = cache.scales.query(query)
         with _noting(cache.backend, f"layer {layer}"):
             output = cache.backend.attend(query, cache.kv_cache, plan, sinks=sinks)
-            return _checked("attend", output, (*query.shape[:2], cache.backend.spec.head_dim_v), query.dtype)
+            output = _checked("attend", output, (*query.shape[:2], cache.backend.spec.head_dim_v), query.dtype)
+        return output if cache.scales is None else cache.scales.output(output)
 
     def _gather(self, layer: int, slots: Tensor) -> Tensor:
         cache = self._layers[layer]
         spec = cache.backend.spec
         with _noting(cache.backend, f"layer {layer}"):
             keys = cache.backend.gather(cache.kv_cache, slots)
-            return _checked("gather", keys, (len(slots), spec.head_dim), getattr(torch, spec.dtype))
+            keys = _checked("gather", keys, (len(slots), spec.head_dim), getattr(torch, spec.dtype))
+        return keys if cache.scales is None else cache.scales.gathered(keys)
 
     def _plan_of(self, layer: LayerCache) -> Any:
         key = (id(layer.backend), layer.group_id)
@@ -130,7 +123,9 @@ class StepBatch:
         key = (id(layer.backend), layer.group_id, dims)
         if key not in self._latent_plans:
             batch = self._batches[layer.group_id]
-            expanded = rows_to_expand(dims, batch) if offers_expansion(layer.backend) else np.empty(0, np.intp)
+            # Rows of one token never are: where there are no others, host arrays are not looked at.
+            may_expand = batch.num_decode_rows < batch.num_rows and offers_expansion(layer.backend)
+            expanded = rows_to_expand(dims, batch) if may_expand else np.empty(0, np.intp)
             rows = divide_rows(batch, expanded, layer.block_size)
             of_absorbed = None if rows.absorbed is None else _plan(layer.backend, rows.absorbed)
             self._latent_plans[key] = _LatentPlan(rows, of_absorbed)
@@ -166,30 +161,3 @@ def _checked(method: str, result: Any, shape: tuple[int, ...], dtype: torch.dtyp
         got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise TypeError(f"{method} returned {got}; it must return {dtype} {shape}")
     return result
-
-
-def _attention_batch(
-    plan: StepPlan,
-    block_table: Int32Array,
-    block_size: int,
-    query_starts: Int32Array,
-    entry_of_token: np.ndarray[Any, Any],
-    positions: np.ndarray[Any, Any],
-    device: str,
-) -> AttentionBatch:
-    context_lens = plan.first_positions + plan.num_new_tokens
-    blocks = block_table[entry_of_token, positions // block_size].astype(np.int64)
-    return AttentionBatch(
-        num_decode_rows=plan.num_decode_entries,
-        query_starts=_to_device(query_starts, device),
-        context_lens=_to_device(context_lens, device),
-        block_table=_to_device(block_table, device),
-        slots=_to_device(blocks * block_size + positions % block_size, device),
-        query_starts_host=query_starts,
-        context_lens_host=context_lens,
-        block_table_host=block_table,
-    )
-
-
-def _to_device(column: np.ndarray[Any, Any], device: str) -> Tensor:
-    return torch.from_numpy(column).to(device, non_blocking=True)

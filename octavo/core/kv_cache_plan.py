@@ -6,10 +6,11 @@ memory ── bytes per block ──► number of blocks ── what a request t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from octavo.core.interfaces.kv_cache_spec import KVCacheSpec
+from octavo.core.interfaces.kv_format import KV_FORMATS
 from octavo.core.kv_cache_config import (
     SHORTEST_REQUEST,
     KVCacheConfig,
@@ -151,6 +152,15 @@ class SpecPlan:
         return self.groups[0].page_bytes
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of a page that are scales, and what stands between them and the numbers."""
+        kept, kv_format = self.spec, KV_FORMATS.get(getattr(self.spec, "dtype", ""))
+        if kv_format is None or not kv_format.has_page_scales:
+            return 0
+        without = kept_in(kept, kv_format.name.removesuffix("_per_token_head"))
+        return kept.page_bytes - without.page_bytes
+
+    @property
     def is_bounded(self) -> bool:
         return self.groups[0].is_bounded
 
@@ -260,6 +270,16 @@ class CachePlan:
         """Say it for 512, 1024, 2048 ... tokens, for the longest request that fits, and for the longest allowed."""
         lengths = {*_doubling(FIRST_LENGTH, self.limits.longest), self.max_model_len, self.limits.longest}
         return tuple(self.concurrency_at(length) for length in sorted(lengths))
+
+
+def kept_in(spec: KVCacheSpec, kv_dtype: str) -> KVCacheSpec:
+    """Return what a layer would keep in another format; the same where its spec names none."""
+    if getattr(spec, "dtype", None) not in KV_FORMATS:
+        return spec
+    # Each spec that has a dtype is a dataclass with a field of that name.
+    with_dtype: Any = spec
+    kept: KVCacheSpec = replace(with_dtype, dtype=kv_dtype)
+    return kept
 
 
 def plan_from_memory(available_bytes: int, cost: RequestCost, limits: RequestLimits) -> CachePlan:

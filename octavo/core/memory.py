@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,9 @@ class AcceleratorMemory(Protocol):
     def peak_allocated_during(self, work: Callable[[], None]) -> int:
         """Run `work`; return the most that this process had allocated meanwhile, weights included."""
 
+    def kept_by(self, work: Callable[[], object]) -> int:
+        """Run `work`; return how much less of the device is free while what it returned is kept. Then let go of it."""
+
 
 class CudaMemory:
     """`AcceleratorMemory` of a CUDA device."""
@@ -48,19 +52,60 @@ class CudaMemory:
         torch.cuda.empty_cache()
         return peak
 
+    def kept_by(self, work: Callable[[], object]) -> int:
+        before = self._free()
+        kept = work()
+        after = self._free()
+        del kept
+        self._free()
+        return max(before - after, 0)
+
+    def _free(self) -> int:
+        """Return what is free on the device once this process has given back what it does not need."""
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+def graph_bytes(memory: AcceleratorMemory, sizes: Sequence[int], capture: Callable[[Sequence[int]], object]) -> int:
+    """Return about what captured decode steps take: memory that no other step can use.
+
+    The largest one brings its activations and its tensors, and all share them. What each further one adds is found
+    with one of them, so that an engine's start does not capture everything twice.
+
+    Args:
+        memory: The device's.
+        sizes: Numbers of rows to capture steps for, in order; may be empty.
+        capture: Captures steps of some sizes and returns what keeps them.
+    """
+    if not sizes:
+        return 0
+    of_largest = memory.kept_by(lambda: capture(sizes[-1:]))
+    if len(sizes) == 1:
+        return of_largest
+    of_two = memory.kept_by(lambda: capture([sizes[0], sizes[-1]]))
+    return of_largest + max(of_two - of_largest, 0) * (len(sizes) - 1)
+
 
 def accelerator_kv_cache_bytes(
-    memory: AcceleratorMemory, utilization: float, profiling_forward: Callable[[], None]
+    memory: AcceleratorMemory,
+    utilization: float,
+    profiling_forward: Callable[[], None],
+    bytes_of_graphs: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Return what is left of `utilization` of the device after the weights and the largest step.
+    """Return what is left of `utilization` of the device after the weights, the largest step and captured steps.
 
     Args:
         memory: The device's.
         utilization: Share of the device to use in all, 0 to 1.
         profiling_forward: Runs a step as large as any will be.
+        bytes_of_graphs: Finds out what captured steps will take.
     """
     peak = memory.peak_allocated_during(profiling_forward)
-    return int(memory.total() * utilization) - memory.used_by_others() - peak
+    # Before the graphs: kernels that are loaded for them stay, and count as theirs.
+    by_others = memory.used_by_others()
+    return int(memory.total() * utilization) - by_others - peak - bytes_of_graphs()
 
 
 def total_bytes(device: str) -> int:

@@ -59,6 +59,7 @@ class GemmaModel(Model):
     """A decoder of the Gemma 2 or Gemma 3 family."""
 
     contract_version = 1
+    can_capture = True
 
     def __init__(
         self,

@@ -54,6 +54,7 @@ class LlamaModel(Model):
     """A decoder of the Llama family."""
 
     contract_version = 1
+    can_capture = True
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from octavo.core.memory import (
     accelerator_kv_cache_bytes,
     cpu_free_bytes,
     cpu_kv_cache_bytes,
+    graph_bytes,
     num_profiling_blocks,
     profiling_plan,
 )
@@ -94,6 +95,9 @@ class FakeAccelerator:
         work()
         return self.allocated
 
+    def kept_by(self, work):
+        return work()
+
 
 def test_the_kv_cache_gets_the_utilization_less_others_weights_and_the_largest_step():
     memory = FakeAccelerator()
@@ -107,6 +111,31 @@ def test_the_kv_cache_gets_the_utilization_less_others_weights_and_the_largest_s
 
 def test_a_device_that_is_full_already_leaves_less_than_nothing_for_the_caller_to_report():
     assert accelerator_kv_cache_bytes(FakeAccelerator(), 0.2, lambda: None) == 16 * GIB - 19 * GIB
+
+
+def test_captured_steps_are_taken_off_too():
+    wanted = accelerator_kv_cache_bytes(FakeAccelerator(), 0.9, lambda: None) - 2 * GIB
+    assert accelerator_kv_cache_bytes(FakeAccelerator(), 0.9, lambda: None, lambda: 2 * GIB) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "captured", "size"),
+    [
+        ((), [], 0),
+        ((64,), [[64]], 1000 + 10),
+        ((1, 64), [[64], [1, 64]], 1000 + 2 * 10),
+        ((1, 2, 4, 8, 64), [[64], [1, 64]], 1000 + 5 * 10),
+    ],
+)
+def test_what_captured_steps_take_follows_from_the_largest_and_the_smallest(sizes, captured, size):
+    asked = []
+
+    def capture(some_sizes):
+        asked.append(list(some_sizes))
+        return 1000 + 10 * len(some_sizes)
+
+    assert graph_bytes(FakeAccelerator(), sizes, capture) == size
+    assert asked == captured
 
 
 # -- the step that is tried out ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from octavo.core.batch import StepBatch
 from octavo.core.interfaces import AttentionBackend, AttentionSpec, FullAttentionSpec, MLASpec, Model, ModelSpec
 from octavo.core.kv_cache_config import KVCacheConfig, KVCacheGroup, make_groups
 from octavo.core.model_runner import ModelRunner, allocate_kv_cache
+from octavo.core.step_inputs import HostInputs
 from octavo.core.step_plan import RowSampling, StepPlan
 
 VOCAB_SIZE = 1000
@@ -309,7 +310,7 @@ def test_values_may_be_smaller_than_keys():
     backend.attend = lambda query, *_, **__: torch.zeros(*query.shape[:2], 2)
     config = KVCacheConfig(8, make_groups([FullAttentionSpec(16, num_kv_heads=1, head_dim=4, dtype="float32")]))
     layers = ModelRunner(SuccessorModel(), [backend], config, "cpu")._layers
-    batch = StepBatch(make_plan(ONE_TOKEN), layers, "cpu")
+    batch = StepBatch(HostInputs([16]).make(make_plan(ONE_TOKEN)), layers)
     query, value = torch.zeros(1, 1, 4), torch.zeros(1, 1, 2)
     assert batch.attention(0, query, query, value).shape == (1, 1, 2)
 

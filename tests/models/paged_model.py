@@ -15,6 +15,7 @@ from octavo.core.batch import LayerCache, StepBatch
 from octavo.core.interfaces import AttentionBackend, Checkpoint, Model, ModelSpec
 from octavo.core.kv_cache_config import KVCacheConfig, make_groups
 from octavo.core.model_runner import allocate_kv_cache
+from octavo.core.step_inputs import HostInputs
 from octavo.core.step_plan import StepPlan
 
 
@@ -98,8 +99,9 @@ class PagedModel:
             block_tables=(table,),
             new_rows=[],
         )
+        inputs = HostInputs([self.block_size]).make(plan)
         with torch.inference_mode():
-            return self.model.logits(self.model.forward(StepBatch(plan, self._layers, "cpu")))
+            return self.model.logits(self.model.forward(StepBatch(inputs, self._layers)))
 
     def in_chunks(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Compute a new request's tokens, so many a step. [num_tokens, vocab_size]"""

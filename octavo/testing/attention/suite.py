@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from octavo.core.interfaces.attention import AttentionBackend
+from octavo.testing.attention.capture import CaptureTests
 from octavo.testing.attention.declarations import DeclarationTests
 from octavo.testing.attention.exercise import AttentionExercise, abilities_of, own
 from octavo.testing.attention.gathering import GatherTests
@@ -26,7 +27,7 @@ from octavo.testing.attention.numbers import NumberTests
 
 
 @own
-class AttentionBackendSuite(DeclarationTests, NumberTests, MemoryTests, GatherTests):
+class AttentionBackendSuite(DeclarationTests, NumberTests, MemoryTests, GatherTests, CaptureTests):
     """Every promise of `AttentionBackend`, each tried with each ability that the backend declares.
 
     Set `backend`. What else can be set is in `AttentionExercise`:
