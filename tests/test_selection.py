@@ -33,6 +33,15 @@ SUBJECT = "The attention backend theirs (their_module:Backend, from their-packag
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def no_interpreter(monkeypatch):
+    """Whether Triton's is on differs from machine to machine, and with it whether triton could serve on a CPU."""
+    monkeypatch.setattr(
+        "octavo.attention_backends.triton.backend.TritonBackend.cannot_serve",
+        classmethod(lambda cls, spec: ["No GPU."]),
+    )
+
+
 def config_for(folder, **settings):
     return EngineConfig.from_flat(model=str(folder), **{"num_kv_blocks": 20, **settings})
 
@@ -62,6 +71,9 @@ AUTO_LINE = (
     f"attention backend of full_attention (layers 0-1): torch_sdpa ({OWN}), by default; 'auto' takes the first of "
     "Octavo's own that can serve"
 )
+# Octavo's own beside torch_sdpa: with "auto" on a CPU, and where something is named.
+NOT_ON_A_CPU = [f"  not {name} ({OWN}): 'auto' takes it on cuda devices only." for name in ("flash_attn", "triton")]
+UNASKED = {name: f"  not {name} ({OWN}): Not asked for." for name in ("flash_attn", "torch_sdpa", "triton")}
 BY_KIND = "by default; named as what the layers keep"
 MANAGER_LINE = f"KV-cache manager of full_attention (layers 0-1): full_attention ({OWN}), {BY_KIND}"
 
@@ -70,6 +82,7 @@ def test_the_report_names_each_part_where_it_was_chosen_and_why(tiny_folder):
     assert report(tiny_folder) == [
         MODEL_LINE,
         AUTO_LINE,
+        *NOT_ON_A_CPU,
         MANAGER_LINE,
         f"request queue: fcfs ({OWN}), by default",
         f"hash function: sha256 ({OWN}), by default",
@@ -84,6 +97,8 @@ def test_the_report_says_which_choices_were_written_where(tiny_folder, tmp_path)
     assert select(config, fresh_scan()).lines() == [
         f"model class: llama ({OWN}), by {path}",
         f"attention backend of full_attention (layers 0-1): torch_sdpa ({OWN}), by flag --attention-backend",
+        UNASKED["flash_attn"],
+        UNASKED["triton"],
         MANAGER_LINE,
         f"request queue: fcfs ({OWN}), by flag --request-queue",
         f"hash function: blake2b ({OWN}), by argument",
@@ -92,7 +107,11 @@ def test_the_report_says_which_choices_were_written_where(tiny_folder, tmp_path)
 
 def test_what_is_installed_beside_octavos_own_is_not_taken_and_not_even_imported(site, tiny_folder):
     install_backend(site, "raise RuntimeError('imported')")
-    assert report(tiny_folder)[1:3] == [AUTO_LINE, "  not theirs (their-package 1.0): 'auto' takes only Octavo's own."]
+    assert report(tiny_folder)[1:5] == [
+        AUTO_LINE,
+        *NOT_ON_A_CPU,
+        "  not theirs (their-package 1.0): 'auto' takes only Octavo's own.",
+    ]
     assert "their_module" not in sys.modules
 
 
@@ -101,18 +120,18 @@ def test_a_part_that_is_named_is_taken_with_its_options_and_the_others_were_not_
     constructor = "    def __init__(self, spec, *, options): super().__init__(spec)\n"
     install_backend(site, f"from pydantic import BaseModel\n{BACKEND}\n{schema}{constructor}")
     lines = report(tiny_folder, attention_backend={"name": "their-package:theirs", "options": {"k": 2}})
-    assert lines[1:3] == [
+    assert lines[1:5] == [
         "attention backend of full_attention (layers 0-1): theirs (their-package 1.0) with Options(k=2), by argument",
-        f"  not torch_sdpa ({OWN}): Not asked for.",
+        *UNASKED.values(),
     ]
 
 
 def test_a_backend_can_be_chosen_for_a_kind_and_goes_before_the_one_for_all(site, tiny_folder):
     install_backend(site)
     settings = {"attention_backends": {"full_attention": "theirs"}, "attention_backend": "torch_sdpa"}
-    assert report(tiny_folder, **settings)[1:3] == [
+    assert report(tiny_folder, **settings)[1:5] == [
         "attention backend of full_attention (layers 0-1): theirs (their-package 1.0), by argument",
-        f"  not torch_sdpa ({OWN}): Not asked for.",
+        *UNASKED.values(),
     ]
 
 
@@ -120,8 +139,8 @@ def test_a_manager_that_is_named_and_observers_are_in_the_report(site, tiny_fold
     watch = "import octavo\ncontract_version = 1\n@octavo.hookimpl\ndef engine_started(): ...\n"
     install(site, "watch-package", "[octavo.hooks]\nwatch = watch_module\n", watch_module=watch)
     lines = report(tiny_folder, kv_managers={"full_attention": "octavo:full_attention"}, hooks="watch")
-    assert lines[2] == f"KV-cache manager of full_attention (layers 0-1): full_attention ({OWN}), by argument"
-    assert lines[5:] == ["observer: watch (watch-package 1.0), by argument"]
+    assert lines[4] == f"KV-cache manager of full_attention (layers 0-1): full_attention ({OWN}), by argument"
+    assert lines[7:] == ["observer: watch (watch-package 1.0), by argument"]
 
 
 def test_an_engine_logs_its_report_and_an_llm_has_it(tiny_folder, make_llm, caplog):
@@ -250,7 +269,7 @@ def test_layers_that_keep_what_a_package_invented_get_its_manager_by_the_name_of
     install(site, "their-package", entries, their_module=KIND)
     (expected,) = make_llm(tiny_folder, num_kv_blocks=20).generate("one", GREEDY, use_tqdm=False)
     llm = make_llm(tiny_folder, num_kv_blocks=20, model_impl="theirs")
-    assert llm.selection.lines()[2] == (
+    assert llm.selection.lines()[4] == (
         f"KV-cache manager of their_kind (layers 0-1): their_kind (their-package 1.0), {BY_KIND}"
     )
     (output,) = llm.generate("one", GREEDY, use_tqdm=False)
@@ -267,7 +286,7 @@ def test_layers_of_a_kind_that_nobody_has_a_manager_for_are_named_with_all_manag
         "layers in kv_managers."
     )
     lines = report(tiny_folder, model_impl="theirs", kv_managers={"their_kind": "full_attention"})
-    assert lines[2] == f"KV-cache manager of their_kind (layers 0-1): full_attention ({OWN}), by argument"
+    assert lines[4] == f"KV-cache manager of their_kind (layers 0-1): full_attention ({OWN}), by argument"
 
 
 def test_groups_that_differ_in_their_layers_only_are_one_entry(tmp_path):
@@ -475,7 +494,11 @@ def test_a_backend_that_raises_when_it_is_asked_or_made_is_blamed(site, tiny_fol
     )
 
 
-def test_every_installed_backend_can_be_asked_and_none_that_is_broken_stops_that(site, tiny_folder):
+def test_every_installed_backend_can_be_asked_and_none_that_is_broken_stops_that(site, tiny_folder, monkeypatch):
+    monkeypatch.setattr(
+        "octavo.attention_backends.flash_attn.FlashAttentionBackend.cannot_serve",
+        classmethod(lambda cls, spec, options=None: ["No GPU that is new enough."]),
+    )
     install_backend(site, "raise SystemExit(1)")
     install_backend(
         site,
@@ -499,7 +522,9 @@ def test_every_installed_backend_can_be_asked_and_none_that_is_broken_stops_that
     needs = model_needs(config_for(tiny_folder), registry)
     answers = survey_backends(registry, needs.attention_specs(needs.groups[0]))
     assert {plugin.name: reasons for plugin, reasons in answers.items()} == {
+        "flash_attn": ("No GPU that is new enough.",),
         "torch_sdpa": (),
+        "triton": ("No GPU.",),
         "choosy": (),
         "dicty": (
             "The attention backend dicty (dicty_module:Backend, from dicty-package 1.0) has Options that are not a "
@@ -524,7 +549,10 @@ def test_auto_takes_no_options(tiny_folder, setting):
             {"attention_backend": "torch_spda"},
             "No attention backend is called 'torch_spda'. Did you mean 'torch_sdpa'?",
         ),
-        ({"attention_backends": {"full_attention": "flash"}}, "No attention backend is called 'flash'."),
+        (
+            {"attention_backends": {"full_attention": "flash"}},
+            "No attention backend is called 'flash'. Did you mean 'flash_attn'?",
+        ),
         ({"request_queue": "fcsf"}, "No request queue is called 'fcsf'. Did you mean 'fcfs'?"),
         ({"hash_function": "md5"}, "No hash function is called 'md5'."),
         ({"model_impl": "lama"}, "No model is called 'lama'. Did you mean 'llama'?"),

@@ -79,7 +79,7 @@ def _group(
                 "serves": not reasons,
                 "reasons": list(reasons),
             }
-            for plugin, reasons in survey_backends(registry, specs).items()
+            for plugin, reasons in survey_backends(registry, specs, named.of(group.spec.kind)).items()
         ],
     }
 

@@ -10,6 +10,7 @@ from octavo.core.kv_cache_config import KVCacheGroup
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import Part
 from octavo.plugins.registry import Plugin
+from octavo.selection.kv_scales import UNSCALED, KVScales
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Chosen:
 
     def __str__(self) -> str:
         options = self.part.options
-        shown = f" with {options!r}" if options is not None else ""
+        # Defaults are nobody's choice.
+        shown = f" with {options!r}" if options is not None and options.model_fields_set else ""
         return f"{self.part.plugin.name} ({self.part.plugin.origin}){shown}, {self.why}"
 
 
@@ -74,6 +76,7 @@ class ModelNeeds:
         groups: The layers, sorted by what they keep.
         device: Where it runs, as torch names it.
         dtype: Of weights and activations, as torch names it.
+        kv_scales: How what the layers keep is scaled.
     """
 
     checkpoint: Checkpoint
@@ -83,6 +86,7 @@ class ModelNeeds:
     groups: tuple[KVCacheGroup, ...]
     device: str
     dtype: str
+    kv_scales: KVScales = UNSCALED
 
     def attention_specs(self, group: KVCacheGroup) -> list[AttentionSpec]:
         """Return the distinct attention specs of a group's layers."""
@@ -112,6 +116,8 @@ class Selection:
     def lines(self) -> list[str]:
         """Return the report: each part, where the choice came from, and why each other backend was not chosen."""
         report = [f"model class: {self.needs.model}"]
+        if self.needs.kv_scales.origin:
+            report.append(f"KV-cache scales: {self.needs.kv_scales.origin}")
         for selected in _equal_ones_together(self.groups):
             kind, layers = selected.group.spec.kind, describe_layers(selected.group.layers)
             report.append(f"attention backend of {kind} ({layers}): {selected.backend}")

@@ -21,6 +21,7 @@ from octavo.plugins.hooks import Observers
 from octavo.plugins.part import choose
 from octavo.plugins.registry import Registry
 from octavo.selection.backends import choose_backend, named_backends
+from octavo.selection.kv_scales import choose_scaling
 from octavo.selection.managers import choose_managers, named_managers
 from octavo.selection.named import AUTO, check_kinds, named, named_unless_auto
 from octavo.selection.report import Chosen, GroupSelection, ModelNeeds, Selection
@@ -67,7 +68,10 @@ def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:
     # Imported here, for reading a model's files may import torch, which takes more than a second.
     from octavo.models.checkpoint import open_checkpoint
 
-    return _needs(config, registry, open_checkpoint, _usable_device)
+    needs = _needs(config, registry, open_checkpoint, _usable_device)
+    if needs.kv_scales.warning is not None:
+        logger.warning("%s", needs.kv_scales.warning)
+    return needs
 
 
 def model_needs_elsewhere(config: EngineConfig, registry: Registry) -> ModelNeeds:
@@ -100,10 +104,10 @@ def _needs(
         with _naming(config.model):
             refuse_unserved(f"model_type {checkpoint.config.get('model_type')!r}", checkpoint.config)
     dtype = _dtype(config.dtype, device, checkpoint)
-    kv_dtype = dtype if config.cache.kv_cache_dtype == AUTO else config.cache.kv_cache_dtype
+    scaling = choose_scaling(config, checkpoint, dtype)
     with _naming(config.model), model.part.blamed("when it was asked what the model needs"):
         spec: ModelSpec = model.part.loaded.spec_from_config(
-            checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=kv_dtype
+            checkpoint.config, dtype=dtype, device=device, block_size=config.cache.block_size, kv_dtype=scaling.kv_dtype
         )
     if not isinstance(spec, ModelSpec) or len(spec.attention_specs) != len(spec.kv_cache_specs):
         raise PluginContractError(
@@ -114,7 +118,9 @@ def _needs(
     if config.cache.disable_hybrid_kv_cache_manager:
         kept = tuple(spec.without_recycling() for spec in kept)
     groups = make_groups(kept)
-    return ModelNeeds(checkpoint, model, _following(spec, groups), spec.kv_cache_specs, groups, device, dtype)
+    with _naming(config.model):
+        scales = scaling.resolved(spec.attention_specs)
+    return ModelNeeds(checkpoint, model, _following(spec, groups), spec.kv_cache_specs, groups, device, dtype, scales)
 
 
 def _following(spec: ModelSpec, groups: Sequence[KVCacheGroup]) -> ModelSpec:

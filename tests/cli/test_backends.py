@@ -18,6 +18,15 @@ HEAD = "full_attention (layers 0-1)"
 OWN = f"octavo {octavo.__version__}"
 
 
+@pytest.fixture(autouse=True)
+def no_interpreter(monkeypatch):
+    """Whether Triton's is on differs from machine to machine, and with it whether triton could serve on a CPU."""
+    monkeypatch.setattr(
+        "octavo.attention_backends.triton.backend.TritonBackend.cannot_serve",
+        classmethod(lambda cls, spec: ["No interpreter."]),
+    )
+
+
 @pytest.fixture
 def packages(site):
     sources = {
@@ -40,6 +49,15 @@ def packages(site):
     return site
 
 
+# Of Octavo's own, in the order of their names, and of packages.
+OWN_REASONS = {
+    "flash_attn": [
+        "FlashAttention needs an NVIDIA GPU that torch can use, and the device is 'cpu'.",
+        "FlashAttention computes in float16 and bfloat16, and dtype is 'float32'; set one of them.",
+    ],
+    "torch_sdpa": [],
+    "triton": ["No interpreter."],
+}
 REASONS = {
     "able": [],
     "broken": [
@@ -64,10 +82,12 @@ def test_each_installed_backend_serves_or_says_every_reason_why_not(packages, ti
     assert capsys.readouterr().out.splitlines() == [
         f"{tiny_folder} on cpu in float32, model class llama ({OWN}), by default; 'auto': model_type is 'llama'",
         HEAD,
-        f"  torch_sdpa ({OWN}) serves",
         *(
-            f"  {name} ({name}-package 1.0) " + (f"cannot serve: {' '.join(reasons)}" if reasons else "serves")
-            for name, reasons in REASONS.items()
+            f"  {name} ({origin}) " + (f"cannot serve: {' '.join(reasons)}" if reasons else "serves")
+            for name, origin, reasons in [
+                *((name, OWN, reasons) for name, reasons in OWN_REASONS.items()),
+                *((name, f"{name}-package 1.0", reasons) for name, reasons in REASONS.items()),
+            ]
         ),
         f"  chosen: torch_sdpa, {AUTO}",
     ]
@@ -85,7 +105,10 @@ def test_a_program_gets_the_same(packages, tiny_folder, capsys):
         "because": AUTO,
         "refusal": None,
         "backends": [
-            {"name": "torch_sdpa", "package": "octavo", "version": octavo.__version__, "serves": True, "reasons": []},
+            *(
+                {"name": name, "package": "octavo", "version": octavo.__version__, "serves": not why, "reasons": why}
+                for name, why in OWN_REASONS.items()
+            ),
             *(
                 {"name": name, "package": f"{name}-package", "version": "1.0", "serves": not why, "reasons": why}
                 for name, why in REASONS.items()
@@ -150,6 +173,22 @@ def test_one_that_is_named_and_cannot_serve_is_refused_as_by_an_engine_and_the_s
     assert str(caught.value) == sentence
 
 
+def test_what_is_said_of_the_one_that_is_named_goes_by_its_options(site, tiny_folder, capsys):
+    source = (
+        f"from pydantic import BaseModel\n{BACKEND}\n    class Options(BaseModel):\n        k: int = 0\n"
+        "    def __init__(self, spec, *, options): super().__init__(spec)\n"
+        "    @classmethod\n    def cannot_serve(cls, spec, options=None):\n"
+        "        return [] if options and options.k else ['No k.']\n"
+    )
+    install(site, "picky-package", "[octavo.attention_backends]\npicky = picky_module:Backend\n", picky_module=source)
+    assert run(["backends", str(tiny_folder)]) == 0
+    assert "  picky (picky-package 1.0) cannot serve: No k." in capsys.readouterr().out.splitlines()
+    assert run(["backends", str(tiny_folder), "--attention-backend", '{ name = "picky", options = { k = 1 } }']) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "  picky (picky-package 1.0) serves" in printed
+    assert printed[-1] == "  chosen: picky, by flag --attention-backend"
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 @pytest.mark.parametrize(
     ("name", "sentence"),
@@ -186,7 +225,7 @@ def test_no_weight_is_read(tiny_folder, capsys, monkeypatch):
 
     monkeypatch.setattr(SafetensorsCheckpoint, "tensor", None)
     assert run(["backends", str(tiny_folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[2] == f"  torch_sdpa ({OWN}) serves"
+    assert f"  torch_sdpa ({OWN}) serves" in capsys.readouterr().out.splitlines()
 
 
 def test_a_model_that_is_named_twice_is_refused(tiny_folder, capsys):

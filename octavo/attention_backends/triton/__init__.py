@@ -1,0 +1,1 @@
+"""Paged attention in Triton kernels, for NVIDIA GPUs, and for any CPU through Triton's interpreter."""
