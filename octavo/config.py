@@ -93,6 +93,13 @@ def _as_choices(given: Any) -> Any:
     return (given,)
 
 
+def _as_sizes(given: Any) -> Any:
+    """Turn a list of sizes into a tuple."""
+    if given == [] or given == ():
+        raise ValueError("the list is empty; enforce_eager captures nothing")
+    return tuple(given) if isinstance(given, list) else given
+
+
 _Choice = Annotated[PluginChoice, BeforeValidator(_as_choice)]
 
 
@@ -120,6 +127,10 @@ class _Section(BaseModel):
 _CACHE_SIZES = ("num_kv_blocks", "kv_cache_memory_bytes")
 
 
+# Values of `kv_cache_dtype` whose numbers have scales.
+QUANTISED_KV_CACHE_DTYPES = ("fp8_e4m3", "int8")
+
+
 class CacheConfig(_Section):
     """The KV cache."""
 
@@ -135,8 +146,12 @@ class CacheConfig(_Section):
     """Share of a GPU's memory to use in all: weights, activations, and the KV cache with what is left."""
     cpu_memory_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the free memory that the KV cache takes on a CPU. Pages that are never used cost nothing."""
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Element type of stored keys and values; "auto" is the model's."""
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8"] = "auto"
+    """How keys and values are stored; "auto" is the model's dtype. The last two are quantised: a byte a number."""
+    kv_cache_scales: Literal["auto", "per_tensor", "per_head", "per_token_head"] = "auto"
+    """How a quantised KV cache is scaled. "per_tensor" and "per_head" take scales of the checkpoint, one a layer or one
+    a KV head; "per_token_head" computes one for each token and head, which is kept beside it. "auto" takes the
+    checkpoint's where it has some, else the last."""
     enable_prefix_caching: bool = True
     """Whether requests reuse the blocks of equal prompt beginnings."""
     disable_hybrid_kv_cache_manager: bool = False
@@ -161,6 +176,17 @@ class CacheConfig(_Section):
                 _CONTRADICTION,
                 "The size of the KV cache is given twice, by num_kv_blocks and by kv_cache_memory_bytes; leave one "
                 "out.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scales_what_has_scales(self) -> Self:
+        if self.kv_cache_scales != "auto" and self.kv_cache_dtype not in QUANTISED_KV_CACHE_DTYPES:
+            raise PydanticCustomError(
+                _CONTRADICTION,
+                f"kv_cache_scales is {self.kv_cache_scales!r}, and kv_cache_dtype {self.kv_cache_dtype!r} has no "
+                f"scales; set kv_cache_dtype to {' or '.join(map(repr, QUANTISED_KV_CACHE_DTYPES))}, or leave "
+                "kv_cache_scales out.",
             )
         return self
 
@@ -208,6 +234,14 @@ class EngineConfig(_Section):
     model_impl: _Choice = PluginChoice("auto")
     """The model class; "auto" goes by the checkpoint's `model_type`, and takes `transformers` where Octavo has no class
     of its own."""
+    enforce_eager: bool = False
+    """Whether decode steps on a GPU are computed kernel by kernel. Otherwise they are captured in CUDA graphs at the
+    start, where the model and its attention backends allow it."""
+    cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_as_sizes)] = (
+        None
+    )
+    """Numbers of requests for which decode steps are captured; a step is padded to the next one. None captures 1, 2, 4,
+    8, further multiples of 8, and `max_num_seqs`, up to 512. As a flag: size,size."""
     hooks: Annotated[tuple[_Choice, ...], BeforeValidator(_as_choices)] = ()
     """Observers to tell what the engine does. As a flag: name,name."""
     cache: CacheConfig = CacheConfig()

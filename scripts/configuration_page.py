@@ -163,7 +163,8 @@ def type_name(annotation: Any) -> str:
     if origin is dict:
         return f"table of text to {in_parentheses(members[1])}"
     if origin is tuple:
-        return f"list of {in_parentheses(members[0])}"
+        name = in_parentheses(members[0])
+        return f"list of {name if name.endswith(')') else name + 's'}"
     if members:
         return " or ".join(map(type_name, members))
     return {str: "text", int: "whole number", float: "number", bool: "true or false"}[annotation]

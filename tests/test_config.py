@@ -26,13 +26,16 @@ OTHER_VALUES = {
     "attention_backend": PluginChoice("flash"),
     "attention_backends": {"full_attention": PluginChoice("flash", {"tile": 64})},
     "model_impl": PluginChoice("llama"),
+    "enforce_eager": True,
+    "cudagraph_capture_sizes": (1, 2, 16),
     "hooks": (PluginChoice("metrics"), PluginChoice("trace", {"path": "x"})),
     "block_size": 32,
     "num_kv_blocks": 100,
     "kv_cache_memory_bytes": 2**40,
     "gpu_memory_utilization": 0.5,
     "cpu_memory_share": 0.125,
-    "kv_cache_dtype": "float16",
+    "kv_cache_dtype": "fp8_e4m3",
+    "kv_cache_scales": "per_head",
     "enable_prefix_caching": False,
     "disable_hybrid_kv_cache_manager": True,
     "verify_prefix_cache": True,
@@ -47,6 +50,9 @@ OTHER_VALUES = {
     "async_scheduling": True,
     "request_queue": PluginChoice("priority"),
 }
+
+# What a field has to have beside it, for without that it would mean nothing.
+NEEDED_BESIDE = {"kv_cache_scales": {"kv_cache_dtype": "int8"}}
 
 
 def value_of(config, name):
@@ -89,12 +95,13 @@ def test_the_table_of_this_test_covers_every_field():
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_every_field_can_be_set_by_its_name_alone(name):
-    config = EngineConfig.from_flat(**{name: OTHER_VALUES[name]})
+    needed = NEEDED_BESIDE.get(name, {})
+    config = EngineConfig.from_flat(**{name: OTHER_VALUES[name]}, **needed)
     assert value_of(config, name) == OTHER_VALUES[name]
     default = EngineConfig()
     for other in OTHER_VALUES:
         if other != name:
-            assert value_of(config, other) == value_of(default, other)
+            assert value_of(config, other) == needed.get(other, value_of(default, other))
 
 
 def test_flat_names_and_sections_make_the_same_config():
@@ -342,13 +349,16 @@ WRONG = {
     "attention_backend": [None, 5, "", {"nome": "flash"}, {"name": "flash", "options": {}, "more": 1}],
     "attention_backends": ["flash", None, {"full_attention": 5}, {5: "flash"}],
     "model_impl": [None, 5],
+    "enforce_eager": [0, 1, "yes", None],
+    "cudagraph_capture_sizes": [4, "1,2", [], (), [0], [-8], [1, True], [1.0], ["1"], {1: 2}],
     "hooks": [None, 5, [5], ["metrics", ""], [["metrics"]], {"metrics": {}}],
     "block_size": [0, -1, 1025, 16.0, "16", True, None],
     "num_kv_blocks": [1, 0, -5, True, "8"],
     "kv_cache_memory_bytes": [0, -1, 1e9, "1GB", True],
     "gpu_memory_utilization": [0, -0.1, 1.01, math.nan, math.inf, "0.9", True, None],
     "cpu_memory_share": [0, 1.01, math.nan, "0.9", True, None],
-    "kv_cache_dtype": ["int8", "fp8", None],
+    "kv_cache_dtype": ["fp8", "int4", "fp8_e4m3_per_token_head", None],
+    "kv_cache_scales": ["per_token", "none", 1.0, None],
     "enable_prefix_caching": [0, 1, "yes", None],
     "disable_hybrid_kv_cache_manager": [0, 1, "yes", None],
     "verify_prefix_cache": [0, 1, "yes", None],
@@ -486,3 +496,22 @@ def test_several_variables_are_named_in_order_and_others_not():
 def test_the_environment_is_that_of_the_process(monkeypatch):
     monkeypatch.setenv("OCTAVO_ZZZ", "1")
     assert any("OCTAVO_ZZZ" in sentence for sentence in environment_warnings())
+
+
+# -- scales of the KV cache -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scales", ["per_tensor", "per_head", "per_token_head"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "bfloat16"])
+def test_scales_of_what_has_none_are_refused(dtype, scales):
+    assert message_of(EngineConfig.from_flat, kv_cache_dtype=dtype, kv_cache_scales=scales) == (
+        f"kv_cache_scales is {scales!r}, and kv_cache_dtype {dtype!r} has no scales; set kv_cache_dtype to 'fp8_e4m3' "
+        "or 'int8', or leave kv_cache_scales out."
+    )
+
+
+@pytest.mark.parametrize("scales", ["auto", "per_tensor", "per_head", "per_token_head"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+def test_every_quantised_dtype_takes_each_kind_of_scales(dtype, scales):
+    config = EngineConfig.from_flat(kv_cache_dtype=dtype, kv_cache_scales=scales)
+    assert (config.cache.kv_cache_dtype, config.cache.kv_cache_scales) == (dtype, scales)

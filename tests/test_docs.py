@@ -241,12 +241,15 @@ def run(block: Block, namespace: dict[str, Any]) -> str:
 
 
 def check_console(block: Block) -> None:
+    # Triton's interpreter is on for tests alone.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     for command, expected in console_commands(block.code):
         words = shlex.split(command)
         assert words[0] == "octavo", f"{block}: only octavo is run here; say why {words[0]!r} is not"
         result = subprocess.run(
             [sys.executable, "-c", "from octavo.cli.main import main; main()", *words[1:]],
             capture_output=True,
+            env=environment,
             text=True,
             check=False,
         )

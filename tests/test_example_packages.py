@@ -45,7 +45,7 @@ def run(command: Sequence[str], sources: Sequence[Path]) -> None:
 
 def run_python(python: Path, code: str, *, cwd: Path | None = None) -> str:
     """Run code and return what it printed, standard error included."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OCTAVO_", "TRITON_"))}
     result = subprocess.run(
         [str(python), "-c", code], capture_output=True, text=True, check=False, timeout=250, cwd=cwd, env=environment
     )

@@ -114,15 +114,20 @@ def _parse(name: str, value: Any) -> Any:
                 f"{flag_of(name)} is {value!r}; it must be pairs such as full_attention=my_part, with commas."
             )
         return {key.strip(): chosen.strip() for key, _, chosen in pairs}
+    if isinstance(value, str) and any(get_origin(member) is tuple for member in get_args(annotation)):
+        return [_number_or_text(number) for number in value.split(",")]
     takes_number_or_word = any(get_origin(member) is Literal for member in get_args(annotation)) and int in get_args(
         annotation
     )
-    if isinstance(value, str) and takes_number_or_word:
-        try:
-            return int(value)
-        except ValueError:
-            return value
-    return value
+    return _number_or_text(value) if isinstance(value, str) and takes_number_or_word else value
+
+
+def _number_or_text(text: str) -> int | str:
+    """Return a whole number; what is none stays as it is, for the config to refuse."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _parse_toml(name: str, text: str) -> Any:

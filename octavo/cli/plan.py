@@ -12,7 +12,7 @@ import typer
 from octavo.cli.memory_size import parse_memory_size
 from octavo.cli.options import with_engine_options, with_model
 from octavo.cli.plan_answer import PlanAnswer
-from octavo.config import EngineConfig
+from octavo.config import QUANTISED_KV_CACHE_DTYPES, EngineConfig
 from octavo.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def plan(
         size = _size_of_cache(config, needs.device, given_bytes)
         plan = _make_plan(config, needs, managers, size)
         switched = _switched(config, registry, named, needs, plan)
-        answer = PlanAnswer(config, needs, managers, size.source, plan, switched)
+        unquantised = _unquantised(config, managers, needs, plan)
+        answer = PlanAnswer(config, needs, managers, size.source, plan, switched, unquantised)
         shown = json.dumps(answer.as_object(), default=str) if as_json else "\n".join(answer.lines())
     print(shown)
 
@@ -140,4 +141,26 @@ def _switched(
     except PluginError:
         return None
     cost = request_cost(config, managers, groups)
+    return dataclasses.replace(plan, cost=cost, num_blocks=max(num_blocks_in(plan.available_bytes, groups), 1))
+
+
+def _unquantised(
+    config: EngineConfig, managers: "Sequence[Chosen]", needs: "ModelNeeds", plan: "CachePlan"
+) -> "CachePlan | None":
+    """Return what the same memory would hold with keys and values in the model's own dtype.
+
+    None where the KV cache is not quantised.
+    """
+    from octavo.core.kv_cache_config import make_groups, num_blocks_in
+    from octavo.core.kv_cache_plan import kept_in
+    from octavo.selection.managers import request_cost
+
+    if config.cache.kv_cache_dtype not in QUANTISED_KV_CACHE_DTYPES:
+        return None
+    stated = [kept_in(spec, needs.dtype) for spec in needs.stated]
+    if config.cache.disable_hybrid_kv_cache_manager:
+        stated = [spec.without_recycling() for spec in stated]
+    groups = make_groups(stated)
+    of_kind = {group.spec.kind: manager for group, manager in zip(needs.groups, managers, strict=True)}
+    cost = request_cost(config, [of_kind[group.spec.kind] for group in groups], groups)
     return dataclasses.replace(plan, cost=cost, num_blocks=max(num_blocks_in(plan.available_bytes, groups), 1))

@@ -27,6 +27,7 @@ class PlanAnswer:
         memory_source: Who said how large the KV cache is.
         plan: What it holds.
         switched: What would be with the other value of disable_hybrid_kv_cache_manager; None where it is the same.
+        unquantised: What would be with keys and values in the model's dtype; None where the KV cache is not quantised.
     """
 
     config: EngineConfig
@@ -35,6 +36,7 @@ class PlanAnswer:
     memory_source: str
     plan: "CachePlan"
     switched: "CachePlan | None"
+    unquantised: "CachePlan | None"
 
     def as_object(self) -> dict[str, Any]:
         plan, layout = self.plan, self.plan.kv_cache_config
@@ -44,6 +46,7 @@ class PlanAnswer:
             "device": self.needs.device,
             "dtype": self.needs.dtype,
             "kv_cache_dtype": self._kv_cache_dtype,
+            "kv_cache_scales": self.needs.kv_scales.origin or None,
             "model_class": self.needs.model.part.plugin.name,
             "memory_bytes": plan.available_bytes,
             "memory_source": self.memory_source,
@@ -67,7 +70,8 @@ class PlanAnswer:
             "max_num_batched_tokens": self.config.scheduler.max_num_batched_tokens,
             "max_running_requests": self._max_running,
             "disable_hybrid_kv_cache_manager": self.config.cache.disable_hybrid_kv_cache_manager,
-            "switched": None if self.switched is None else self._switched_object(self.switched),
+            "switched": None if self.switched is None else self._other_object(self.switched),
+            "unquantised": None if self.unquantised is None else self._unquantised_object(self.unquantised),
             "groups": [self._group_object(of_spec) for of_spec in plan.groups_by_spec],
             "concurrency": [
                 {
@@ -95,6 +99,7 @@ class PlanAnswer:
             "chunks": [attention_specs[layer].chunk for layer in of_spec.layers],
             "manager": self._manager_of(of_spec).part.plugin.name,
             "page_bytes": of_spec.page_bytes,
+            "scale_bytes": of_spec.scale_bytes,
             "bytes_per_token": _whole(of_spec.bytes_per_token),
             "is_bounded": of_spec.is_bounded,
             "unused_bytes_per_block": [group.unused_bytes_per_block for group in of_spec.groups],
@@ -102,17 +107,30 @@ class PlanAnswer:
             "bytes_per_request": of_spec.bytes_per_request,
         }
 
-    def _switched_object(self, switched: "CachePlan") -> dict[str, Any]:
-        """Return what the same memory would hold with the other value of the switch."""
-        row = switched.concurrency_at(self.plan.max_model_len)
+    def _other_object(self, other: "CachePlan") -> dict[str, Any]:
+        """Return what the same memory would hold with other settings."""
+        row = other.concurrency_at(self.plan.max_model_len)
         return {
-            "num_blocks": switched.num_blocks,
-            "bytes_per_block": switched.kv_cache_config.bytes_per_block,
-            "longest_request": switched.longest_request,
+            "num_blocks": other.num_blocks,
+            "bytes_per_block": other.kv_cache_config.bytes_per_block,
+            "longest_request": other.longest_request,
             "blocks_per_request": row.blocks_per_request,
-            "bytes_per_request": row.blocks_per_request * switched.kv_cache_config.bytes_per_block,
+            "bytes_per_request": row.blocks_per_request * other.kv_cache_config.bytes_per_block,
             "max_concurrency": row.exact,
         }
+
+    def _unquantised_object(self, unquantised: "CachePlan") -> dict[str, Any]:
+        """Return what the same memory would hold with keys and values in the model's dtype, and how much more it is."""
+        return {
+            "kv_cache_dtype": self.needs.dtype,
+            **self._other_object(unquantised),
+            "factor": self._gain_over(unquantised),
+        }
+
+    def _gain_over(self, unquantised: "CachePlan") -> float | None:
+        """Return how many times as many requests fit at a time; None where none would without quantisation."""
+        here, there = (plan.concurrency_at(self.plan.max_model_len).exact for plan in (self.plan, unquantised))
+        return here / there if there else None
 
     def lines(self) -> Iterator[str]:
         needs, plan = self.needs, self.plan
@@ -125,6 +143,8 @@ class PlanAnswer:
         block_bytes = plan.kv_cache_config.bytes_per_block
         yield f"blocks           {plan.num_blocks} of {_size(block_bytes)}, one of them the null block"
         yield f"bytes a token    {self._bytes_per_token()}"
+        if needs.kv_scales.origin:
+            yield f"scales           {needs.kv_scales.origin}"
         if plan.hit_alignment != min(group.group.spec.block_size for group in plan.groups):
             yield f"prefix hits      end at multiples of {plan.hit_alignment} tokens, whole blocks of every group"
         yield f"longest request  {self._longest_request()}"
@@ -142,6 +162,7 @@ class PlanAnswer:
         yield ""
         yield from self._concurrency_lines()
         yield from self._switch_lines()
+        yield from self._quantised_lines()
 
     @property
     def _kv_cache_dtype(self) -> str:
@@ -204,6 +225,8 @@ class PlanAnswer:
         yield f"  bytes a token      {_size(of_spec.bytes_per_token)} in {layers}{kept}"
         tokens = _count(spec.block_size, "token")
         yield f"  bytes a page       {_size(of_spec.page_bytes)}, for a block of {tokens} in one layer"
+        if of_spec.scale_bytes:
+            yield f"  of that, scales    {_size(of_spec.scale_bytes)}: a float32 for each vector of a token and head"
         stated = self._stated(of_spec).block_size
         if stated != spec.block_size:
             yield f"  tokens a block     {spec.block_size} instead of {stated}: so its page is as large as the others'"
@@ -247,6 +270,21 @@ class PlanAnswer:
         yield (
             f"  {with_it}: {_times(there)} instead of {_times(here)}, at {_rough(bytes_there)} a request instead of "
             f"{_rough(bytes_here)}"
+        )
+
+    def _quantised_lines(self) -> Iterator[str]:
+        """Say what the same memory would hold with keys and values that are not quantised."""
+        if self.unquantised is None:
+            return
+        num_tokens = self.plan.max_model_len
+        here, there = self.plan.concurrency_at(num_tokens), self.unquantised.concurrency_at(num_tokens)
+        bytes_here = here.blocks_per_request * self.plan.kv_cache_config.bytes_per_block
+        bytes_there = there.blocks_per_request * self.unquantised.kv_cache_config.bytes_per_block
+        gain = self._gain_over(self.unquantised)
+        times = "" if gain is None else f", {int(100 * gain) / 100:.2f} times as many"
+        yield (
+            f"  with kv_cache_dtype {self.config.cache.kv_cache_dtype}: {_times(here)} instead of {_times(there)} in "
+            f"{self.needs.dtype}{times}, at {_rough(bytes_here)} a request instead of {_rough(bytes_there)}"
         )
 
     def _memory_parts(self) -> Iterator[tuple[str, int]]:

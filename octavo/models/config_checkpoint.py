@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.errors import CheckpointError
-from octavo.models.safetensors_checkpoint import read_json_object, stated_dtype
+from octavo.models.safetensors_checkpoint import SafetensorsCheckpoint, read_json_object, stated_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +47,26 @@ class ConfigCheckpoint:
         self._refuse()
 
     def tensor_names(self) -> Iterable[str]:
-        self._refuse()
+        """As `tensor`."""
+        return self._weights().tensor_names()
 
     def tensor(self, name: str) -> Tensor:
-        self._refuse()
+        """Return a tensor of the weights that lie beside the config, if there are any."""
+        return self._weights().tensor(name)
 
     def tokenizer(self) -> Tokenizer:
         self._refuse()
+
+    @cached_property
+    def _beside(self) -> SafetensorsCheckpoint | None:
+        # A config of another name need not belong to them.
+        is_a_models = self.path.name == "config.json" and any(self.path.parent.glob("*.safetensors"))
+        return SafetensorsCheckpoint(self.path.parent) if is_a_models else None
+
+    def _weights(self) -> SafetensorsCheckpoint:
+        if self._beside is None:
+            self._refuse()
+        return self._beside
 
     def _refuse(self) -> NoReturn:
         raise CheckpointError(

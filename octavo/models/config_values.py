@@ -21,6 +21,23 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("sigmoid", {}),
 }
 
+# Where configs say how a model is quantised.
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
+# What says there that the KV cache is meant to be quantised, as compressed-tensors and as ModelOpt write it.
+_KV_CACHE_KEYS = frozenset({"kv_cache_scheme", "kv_cache_quant_algo"})
+# What may stand beside it of a model whose weights are left as they are: anything, or one of these values.
+_SAYS_NOTHING_OF_WEIGHTS = frozenset(
+    {"exclude_modules", "global_compression_ratio", "ignore", "producer", "quantization_status", "version"}
+)
+_LEAVES_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "config_groups": (None, {}),
+    "format": (None, "dense"),
+    "quant_algo": (None, "NO_QUANT"),
+    "quant_method": ("compressed-tensors", "modelopt"),
+    "sparsity_config": (None, {}),
+    "transform_config": (None, {}),
+}
+
 # Far above what any model has. A file with a larger number is broken, and acting on it would take memory for nothing.
 _LARGEST = {
     "num_hidden_layers": 4096,
@@ -88,16 +105,35 @@ def refuse_unless_neutral(config: Mapping[str, Any], neutral_values: Mapping[str
     """
     for key, values in neutral_values.items():
         value = config.get(key)
+        if key in QUANTISATION_KEYS and not quantises_weights(value):
+            continue
         if value is not None and value not in values:
             way_out = (
                 "Use a copy of the model that is not quantised, or a GGUF file"
-                if key in ("quantization_config", "compression_config")
+                if key in QUANTISATION_KEYS
                 else "A model class that computes it can be added as a plugin"
             )
             raise UnsupportedModelError(
                 f"The config sets {key} to {shortened(value)}, which changes what the model computes and is not "
                 f"supported. {way_out}."
             )
+
+
+def quantises_weights(quantisation: Any) -> bool:
+    """Whether what a config says under one of QUANTISATION_KEYS is about more than the KV cache, which any model may
+    keep as it likes.
+    """
+    if quantisation is None:
+        return False
+    if not isinstance(quantisation, Mapping):
+        return True
+    if all(quantisation.get(key) is None for key in _KV_CACHE_KEYS):
+        return True
+    return any(
+        value not in _LEAVES_WEIGHTS.get(key, ())
+        for key, value in quantisation.items()
+        if key not in _KV_CACHE_KEYS | _SAYS_NOTHING_OF_WEIGHTS
+    )
 
 
 def shortened(value: Any) -> str:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import CheckpointError, UnsupportedModelError
-from octavo.models.config_values import flag, not_negative, positive, refuse_unless_neutral, shortened
+from octavo.models.config_values import (
+    flag,
+    not_negative,
+    positive,
+    quantises_weights,
+    refuse_unless_neutral,
+    shortened,
+)
 from octavo.models.rope import RopeSpec, read_rope
 
 MODEL_TYPE = "gpt_oss"
@@ -120,7 +127,7 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
 
 def _refuse_quantised(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
-    if quantization is None:
+    if not quantises_weights(quantization):
         return
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.core.interfaces.model import Checkpoint
 from octavo.errors import CheckpointError, NotEnoughMemoryError, UnsupportedModelError
+from octavo.models.kv_scales import is_kv_cache_name
 
 # Each thread holds one dequantised tensor; past a few, memory and its bandwidth are what is short.
 _MAX_THREADS = 8
@@ -71,9 +72,16 @@ class WeightLoader:
         return result
 
     def unclaimed(self, may_ignore: Callable[[str], bool]) -> list[str]:
-        """Return the checkpoint's tensors that nothing asked for and `may_ignore` does not excuse."""
+        """Return the checkpoint's tensors that nothing asked for and `may_ignore` does not excuse.
+
+        Scales for a quantised KV cache are not among them: no weight depends on them.
+        """
         claimed = {part.name for part in self._parts}
-        return [name for name in self._checkpoint.tensor_names() if not (name in claimed or may_ignore(name))]
+        return [
+            name
+            for name in self._checkpoint.tensor_names()
+            if not (name in claimed or may_ignore(name) or is_kv_cache_name(name))
+        ]
 
     def refuse_unclaimed(self, may_ignore: Callable[[str], bool]) -> None:
         """Raise UnsupportedModelError when weights are left over: left out, they would change the result."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from octavo.core.interfaces.kv_scales import LayerScales
 
 # A tiny config: small enough for a test, and with grouped queries, so that mixing up heads shows.
 _COMMON: dict[str, Any] = {
@@ -201,6 +204,18 @@ def add_byte_tokenizer(folder: Path) -> Path:
     )
     settings = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def add_kv_scales(folder: Path, scales: Sequence[LayerScales]) -> Path:
+    """Give a model's weights scales for a quantised KV cache, by the names that vLLM reads, and return its folder."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for layer, of_layer in enumerate(scales):
+        for name, numbers in (("k_scale", of_layer.key), ("v_scale", of_layer.value)):
+            weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(numbers)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -34,13 +34,16 @@ FLAGS = {
         {"full_attention": PluginChoice("flash"), "window": PluginChoice("b", {"k": 1})},
     ),
     "model_impl": (["llama"], PluginChoice("llama")),
+    "enforce_eager": ([], True),
+    "cudagraph_capture_sizes": (["1, 2,16"], (1, 2, 16)),
     "hooks": (["metrics, trace"], (PluginChoice("metrics"), PluginChoice("trace"))),
     "block_size": (["32"], 32),
     "num_kv_blocks": (["100"], 100),
     "kv_cache_memory_bytes": (["1073741824"], 2**30),
     "gpu_memory_utilization": (["0.5"], 0.5),
     "cpu_memory_share": (["0.125"], 0.125),
-    "kv_cache_dtype": (["float16"], "float16"),
+    "kv_cache_dtype": (["fp8_e4m3"], "fp8_e4m3"),
+    "kv_cache_scales": (["per_head"], "per_head"),
     "enable_prefix_caching": (None, False),
     "disable_hybrid_kv_cache_manager": ([], True),
     "verify_prefix_cache": ([], True),
@@ -154,11 +157,14 @@ def test_every_config_field_is_a_flag_of_its_name_with_dashes(fake_llm, command,
     values, expected = FLAGS[name]
     flag = name.replace("_", "-")
     arguments = [f"--no-{flag}"] if values is None else [f"--{flag}", *values]
-    assert run([command, "Hello", *arguments]) == 0
+    # Scales need something that they scale.
+    needed = {"kv_cache_dtype": "int8"} if name == "kv_cache_scales" else {}
+    beside = [f"--{other.replace('_', '-')}={value}" for other, value in needed.items()]
+    assert run([command, "Hello", *arguments, *beside]) == 0
     (llm,) = fake_llm.made
     assert value_of(llm.config, name) == expected
     assert llm.config.source_of(name) == f"flag --{flag}"
-    assert llm.config == EngineConfig.from_flat(**{name: expected})
+    assert llm.config == EngineConfig.from_flat(**{name: expected}, **needed)
 
 
 def test_without_flags_the_config_is_the_default(fake_llm):

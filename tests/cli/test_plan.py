@@ -15,7 +15,9 @@ import octavo
 from octavo.assembly import build_engine
 from octavo.cli.app import run
 from octavo.config import EngineConfig
+from octavo.core.interfaces.kv_scales import LayerScales
 from octavo.core.kv_cache_config import KVCacheGroup
+from octavo.testing.tiny_models import add_kv_scales
 
 OWN = f"octavo {octavo.__version__}"
 # The tiny Llama: two layers of 2 heads of 16 numbers, keys and values, in float32.
@@ -200,6 +202,7 @@ def test_a_program_gets_the_same(config_file, planned):
         "device": "cpu",
         "dtype": "float32",
         "kv_cache_dtype": "float16",
+        "kv_cache_scales": None,
         "model_class": "llama",
         "memory_bytes": 2**30,
         "memory_source": "given by --memory",
@@ -224,6 +227,7 @@ def test_a_program_gets_the_same(config_file, planned):
         "max_running_requests": 64,
         "disable_hybrid_kv_cache_manager": False,
         "switched": None,
+        "unquantised": None,
     }
     assert type(answer["bytes_per_token"]) is type(group["bytes_per_token"]) is int
     assert group == {
@@ -243,6 +247,7 @@ def test_a_program_gets_the_same(config_file, planned):
         "chunks": [None] * 32,
         "manager": "full_attention",
         "page_bytes": 65536,
+        "scale_bytes": 0,
         "bytes_per_token": 131072,
         "is_bounded": False,
         "unused_bytes_per_block": [0],
@@ -274,6 +279,93 @@ def test_the_demo_model_is_planned_without_a_name(demo_gguf, planned):
     assert (answer["max_position"], answer["bytes_per_token"]) == (8192, 30 * 2 * 3 * 64 * 4)
 
 
+# -- quantised --------------------------------------------------------------------------------------------------
+
+
+def lines_with(text, *words):
+    return [line.strip() for line in text.splitlines() if any(word in line for word in words)]
+
+
+def test_a_quantised_cache_is_compared_with_the_models_own_dtype(config_file, capsys):
+    file = config_file()
+    arguments = ["--device", "cuda", "--memory", "1GiB", "--max-model-len", "4096", "--kv-cache-dtype", "fp8_e4m3"]
+    assert run(["plan", file, *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{file} on cuda in float16, KV cache in fp8_e4m3_per_token_head, model class llama ")
+    # A page is 2 * 16 * 8 vectors of 128 bytes, with 4 of scale each; a block is 32 of them.
+    assert lines_with(shown, "blocks   ", "scale", "bytes a page", "instead of") == [
+        "blocks           992 of 1.03 MiB (1081344 bytes), one of them the null block",
+        "scales           one for each token and head, kept in the page, by default; 'auto': whether the checkpoint "
+        "has some is not known without its weights, and none are assumed",
+        "bytes a page       33.00 KiB (33792 bytes), for a block of 16 tokens in one layer",
+        "of that, scales    1.00 KiB (1024 bytes): a float32 for each vector of a token and head",
+        "with kv_cache_dtype fp8_e4m3: 3.87x instead of 1.99x in float16, 1.93 times as many, at 264.00 MiB a request "
+        "instead of 512.00 MiB",
+    ]
+
+
+def test_a_program_gets_the_comparison(config_file, planned):
+    arguments = [config_file(), "--device", "cuda", "--memory", "1GiB", "--max-model-len", "4096"]
+    answer = planned(*arguments, "--kv-cache-dtype", "int8", "--kv-cache-scales", "per_tensor")
+    assert answer["kv_cache_dtype"] == "int8"
+    assert answer["kv_cache_scales"] == (
+        "per_tensor, from the checkpoint, whose weights are not here, by flag --kv-cache-scales"
+    )
+    assert (answer["num_blocks"], answer["groups"][0]["scale_bytes"]) == (1024, 0)
+    assert answer["unquantised"] == {
+        "kv_cache_dtype": "float16",
+        "num_blocks": 512,
+        "bytes_per_block": 2**21,
+        "longest_request": 511 * 16,
+        "blocks_per_request": 256,
+        "bytes_per_request": 2**29,
+        "max_concurrency": 511 / 256,
+        "factor": 1023 / 511,
+    }
+    answer = planned(*arguments, "--kv-cache-dtype", "int8", "--kv-cache-scales", "per_token_head")
+    assert (answer["num_blocks"], answer["groups"][0]["scale_bytes"]) == (992, 1024)
+    assert answer["groups"][0]["spec"]["dtype"] == "int8_per_token_head"
+
+
+def test_where_nothing_would_fit_unquantised_there_is_no_factor(tiny_folder, planned, capsys):
+    # The null block alone, of 8192 bytes, in float32.
+    arguments = [tiny_folder, "--memory", 3 * BYTES_PER_BLOCK // 2, "--kv-cache-dtype", "int8"]
+    answer = planned(*arguments)
+    assert (answer["unquantised"]["num_blocks"], answer["unquantised"]["factor"]) == (1, None)
+    assert run(["plan", *map(str, arguments)]) == 0
+    (line,) = lines_with(capsys.readouterr().out, "with kv_cache_dtype")
+    assert line.startswith("with kv_cache_dtype int8: 1.00x instead of 0.00x in float32, at ")
+
+
+def test_windows_count_in_the_comparison(tmp_path, planned):
+    gemma = {"model_type": "gemma3_text", "vocab_size": 1000, "hidden_size": 640, "intermediate_size": 2048}
+    gemma |= {"num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+    gemma |= {"sliding_window": 512, "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
+    file = tmp_path / "gemma.json"
+    file.write_text(json.dumps(gemma))
+    arguments = [file, "--device", "cuda", "--memory", "1GiB", "--max-model-len", "8192"]
+    for switch in ([], ["--disable-hybrid-kv-cache-manager"]):
+        plain = planned(*arguments, *switch)
+        answer = planned(*arguments, *switch, "--kv-cache-dtype", "fp8_e4m3", "--kv-cache-scales", "per_head")
+        keys = ("num_blocks", "bytes_per_block", "longest_request", "blocks_per_request", "max_concurrency")
+        assert {key: answer["unquantised"][key] for key in keys} == {key: plain[key] for key in keys}
+        assert answer["num_blocks"] == 2**30 // (plain["bytes_per_block"] // 2)
+        assert answer["unquantised"]["factor"] == answer["max_concurrency"] / plain["max_concurrency"]
+
+
+def test_scales_in_the_weights_beside_a_config_count(tiny_folder, tmp_path, planned):
+    folder = tmp_path / "scaled"
+    shutil.copytree(tiny_folder, folder)
+    add_kv_scales(folder, [LayerScales((0.5,), (0.5,))] * 2)
+    arguments = ["--memory", "1MiB", "--dtype", "float32", "--kv-cache-dtype", "fp8_e4m3"]
+    answer = planned(folder, *arguments)
+    assert answer["kv_cache_dtype"] == "fp8_e4m3"
+    assert answer["kv_cache_scales"] == "one for keys and one for values of each layer, from the checkpoint, by default"
+    assert planned(tiny_folder, *arguments)["kv_cache_scales"] == (
+        "one for each token and head, kept in the page, by default; 'auto': the checkpoint has none"
+    )
+
+
 # -- as an engine does it ---------------------------------------------------------------------------------------
 
 
@@ -284,6 +376,9 @@ def test_the_demo_model_is_planned_without_a_name(demo_gguf, planned):
         {"kv_cache_memory_bytes": 5 * BYTES_PER_BLOCK + 1},
         {"max_model_len": 100, "block_size": 5},
         {"kv_cache_dtype": "bfloat16", "block_size": 32},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "fp8_e4m3", "kv_cache_scales": "per_tensor"},
+        {"kv_cache_dtype": "int8", "kv_cache_scales": "per_token_head", "block_size": 5},
         {"dtype": "bfloat16", "model_impl": "transformers"},
         {"kv_cache_memory_bytes": None, "num_kv_blocks": 9, "max_model_len": 300},
     ],

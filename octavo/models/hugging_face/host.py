@@ -21,6 +21,8 @@ from transformers.utils import logging as host_logging
 
 from octavo.core.interfaces.model import Checkpoint
 from octavo.errors import CheckpointError, NotEnoughMemoryError, OctavoError, UnsupportedModelError
+from octavo.models.config_values import QUANTISATION_KEYS, quantises_weights
+from octavo.models.kv_scales import is_kv_cache_name
 from octavo.models.unserved import refuse_unserved
 
 # Keys of a config that would choose code to run, or where weights come from; and outputs that nothing here reads.
@@ -28,7 +30,6 @@ _KEYS_TO_DROP = re.compile(
     r"auto_map|custom_pipelines|_?(attn|experts)_implementation(_\w+)?|fusion_config|kernel_config|distributed_config|"
     r"transformers_weights|_?name_or_path|_commit_hash|output_(attentions|hidden_states|router_logits)|(use_)?return_dict"
 )
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 # Where families that lack `max_position_embeddings` say how long a sequence may be.
 _LENGTH_KEYS = (
     "max_position_embeddings",
@@ -87,15 +88,16 @@ def host_config(config: Mapping[str, Any]) -> Any:
             f"{transformers.__version__}.{code} Install a newer transformers if that knows it, or a package that "
             "registers a model for it, and name it in model_impl."
         )
-    for key in _QUANTISATION_KEYS:
-        if config.get(key):
+    for key in QUANTISATION_KEYS:
+        if config.get(key) and quantises_weights(config[key]):
             raise UnsupportedModelError(
                 f"{name} has quantised weights ({key}), which are not run through transformers. Use a checkpoint whose "
                 "weights are not quantised, or a GGUF file."
             )
     try:
         with undisturbed():
-            converted = known[model_type].from_dict(_without_dropped_keys(config))
+            described = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
+            converted = known[model_type].from_dict(_without_dropped_keys(described))
     except Exception as cause:
         raise UnsupportedModelError(_cannot_build(name, cause)) from cause
     # A config.json leaves out what is as always in its family, and older ones say it in other words.
@@ -297,8 +299,10 @@ def _forgiven(model: Any) -> set[str]:
 
 
 def _is_leftover(checkpoint: Checkpoint, key: str) -> bool:
-    """Return whether a tensor without a place is a table that old checkpoints carry along and that is computed anew."""
-    if _ROPE_TABLE.search(key):
+    """Return whether a tensor without a place is no weight: a table that old checkpoints carry along and that is
+    computed anew, or a scale for a quantised KV cache.
+    """
+    if _ROPE_TABLE.search(key) or is_kv_cache_name(key):
         return True
     if not _CAUSAL_MASK.search(key):
         return False
