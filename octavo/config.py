@@ -147,11 +147,12 @@ class CacheConfig(_Section):
     cpu_memory_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the free memory that the KV cache takes on a CPU. Pages that are never used cost nothing."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8"] = "auto"
-    """How keys and values are stored; "auto" is the model's dtype. The last two are quantised: a byte a number."""
+    """How keys and values are stored: as "float32", "float16" or "bfloat16", or quantised to a byte a number, as
+    "fp8_e4m3" or "int8"; "auto" is the model's dtype."""
     kv_cache_scales: Literal["auto", "per_tensor", "per_head", "per_token_head"] = "auto"
     """How a quantised KV cache is scaled. "per_tensor" and "per_head" take scales of the checkpoint, one a layer or one
     a KV head; "per_token_head" computes one for each token and head, which is kept beside it. "auto" takes the
-    checkpoint's where it has some, else the last."""
+    checkpoint's where it has some, else is "per_token_head"."""
     enable_prefix_caching: bool = True
     """Whether requests reuse the blocks of equal prompt beginnings."""
     disable_hybrid_kv_cache_manager: bool = False
@@ -217,7 +218,8 @@ class EngineConfig(_Section):
     model: str | None = None
     """A folder, a .gguf file, or a name on the Hugging Face hub. None is the packaged demo model."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Type of weights and activations; "auto" is float32 on a CPU, and the checkpoint's own elsewhere."""
+    """Type of weights and activations: "float32", "float16" or "bfloat16"; "auto" is float32 on a CPU, and the
+    checkpoint's own elsewhere."""
     device: str = "auto"
     """Where to run, as torch names it; "auto" is a GPU where there is one."""
     max_model_len: int | Literal["auto"] = "auto"

@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from typing import Literal, get_args, get_origin
 
 import pydantic
 import pytest
@@ -373,6 +374,14 @@ WRONG = {
     "async_scheduling": [0, 1, "yes", None],
     "request_queue": [None, 5],
 }
+
+
+@pytest.mark.parametrize("model", [EngineConfig, CacheConfig, SchedulerConfig])
+def test_a_field_says_which_words_it_may_be(model):
+    for name, field in model.model_fields.items():
+        annotations = (field.annotation, *get_args(field.annotation))
+        words = [word for kind in annotations if get_origin(kind) is Literal for word in get_args(kind)]
+        assert [word for word in words if f'"{word}"' not in field.description] == [], name
 
 
 def test_every_field_is_tried_with_wrong_values():

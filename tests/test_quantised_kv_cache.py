@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import shutil
@@ -77,6 +78,14 @@ def exact(benches: Callable[..., Bench]) -> Callable[..., tuple[BenchRunner, tor
     return run
 
 
+def say_what_scales_are_for(folder: Path, kv_dtype: str) -> None:
+    """Make a folder's config say for which codes its scales are. Without a word they are for fp8_e4m3."""
+    scheme = {"type": "int" if kv_dtype == "int8" else "float", "num_bits": 8}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def scaled(
     folders: dict[str, Path],
@@ -93,6 +102,7 @@ def scaled(
             shutil.copytree(folders[name], made[key])
             scales = exact(name)[0].scales(kv_dtype, LARGEST_OF[granularity], NUM_TOKENS)
             tiny_models.add_kv_scales(made[key], scales)
+            say_what_scales_are_for(made[key], kv_dtype)
         return made[key]
 
     return make
@@ -252,8 +262,9 @@ def test_outliers_in_a_channel_stay_finite_and_fp8_copes_with_them(outlier_folde
 # -- scales of the checkpoint -----------------------------------------------------------------------------------
 
 
-def with_scale(folders: dict[str, Path], folder: Path, scale: float) -> Path:
+def with_scale(folders: dict[str, Path], folder: Path, scale: float, kv_dtype: str = "fp8_e4m3") -> Path:
     shutil.copytree(folders["llama"], folder)
+    say_what_scales_are_for(folder, kv_dtype)
     return tiny_models.add_kv_scales(folder, [LayerScales((scale,), (scale,))] * 2)
 
 
@@ -267,7 +278,7 @@ def codes_of(engine: EngineCore, kv_dtype: str) -> torch.Tensor:
 def test_scales_of_the_checkpoint_reach_the_pages(kv_dtype, folders, tmp_path, make_engine):
     codes = {}
     for scale in (1.0, 0.5):
-        engine = make_engine(with_scale(folders, tmp_path / f"{scale}", scale), kv_cache_dtype=kv_dtype)
+        engine = make_engine(with_scale(folders, tmp_path / f"{scale}", scale, kv_dtype), kv_cache_dtype=kv_dtype)
         engine.add_request("r", TOKEN_IDS[:40], SamplingParams(temperature=0, max_tokens=2))
         run_to_end(engine)
         codes[scale] = codes_of(engine, kv_dtype)
@@ -283,6 +294,7 @@ def test_each_layer_has_its_own_scales(folders, tmp_path, make_engine):
         folder = tmp_path / f"{scale}"
         shutil.copytree(folders["llama"], folder)
         tiny_models.add_kv_scales(folder, [LayerScales((0.5,), (0.5,)), LayerScales((scale,), (scale,))])
+        say_what_scales_are_for(folder, "int8")
         engine = make_engine(folder, kv_cache_dtype="int8")
         engine.add_request("r", TOKEN_IDS[:15], SamplingParams(temperature=0, max_tokens=1))
         run_to_end(engine)
@@ -299,7 +311,7 @@ def test_a_finer_scale_of_the_checkpoint_lowers_the_error_of_int8(folders, tmp_p
     errors = {}
     for scale in (1.0, 0.5, 0.25):
         config = EngineConfig.from_flat(
-            model=str(with_scale(folders, tmp_path / f"{scale}", scale)), kv_cache_dtype="int8"
+            model=str(with_scale(folders, tmp_path / f"{scale}", scale, "int8")), kv_cache_dtype="int8"
         )
         scales = model_needs(config, scan()).kv_scales.layers
         assert scales == (LayerScales((scale,), (scale,)),) * 2
@@ -308,6 +320,17 @@ def test_a_finer_scale_of_the_checkpoint_lowers_the_error_of_int8(folders, tmp_p
     # Measured: 0.51, 0.28 and 0.14.
     assert errors[0.5] < 0.65 * errors[1.0]
     assert errors[0.25] < 0.65 * errors[0.5]
+
+
+def test_scales_made_for_fp8_serve_int8_without_a_word_in_the_config(folders, tmp_path, exact):
+    runner, reference = exact("llama")
+    folder = tmp_path / "unsaid"
+    shutil.copytree(folders["llama"], folder)
+    tiny_models.add_kv_scales(folder, runner.scales("fp8_e4m3", by_tensor, NUM_TOKENS))
+    config = EngineConfig.from_flat(model=str(folder), kv_cache_dtype="int8")
+    logits = Bench(config).runner("int8", model_needs(config, scan()).kv_scales.layers).logits(TOKEN_IDS)
+    # Taken as they are they would cut off all beyond 127 / 448 of the range, which costs 0.9.
+    assert difference(logits, reference, TOKEN_IDS).mean == pytest.approx(MEAN_ERRORS["llama", "int8"][0], rel=0.2)
 
 
 def origin_of(folder: Path, **settings: Any) -> str:
@@ -328,6 +351,9 @@ def test_the_report_says_where_scales_come_from(folders, scaled):
         "1.0, for the checkpoint has none, by argument"
     )
     assert origin_of(folders["llama"]) == ""
+    assert origin_of(scaled("deepseek_v3", "int8", "per_tensor"), kv_cache_dtype="int8") == (
+        "one for the latents of each layer, from the checkpoint, by default"
+    )
 
 
 def test_the_selection_shows_it_for_a_quantised_cache_alone(folders):

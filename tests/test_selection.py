@@ -422,6 +422,23 @@ def test_a_kind_that_the_model_does_not_have_is_no_choice(tiny_folder, setting):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        ("slidng_window", "Did you mean 'sliding_window'?"),
+        ("full_attn", "Did you mean 'full_attention'?"),
+        ("mamba", "Name one of these, or leave the choice out."),
+    ],
+)
+@pytest.mark.parametrize("setting", ["attention_backends", "kv_managers"])
+def test_of_a_kind_that_the_model_does_not_have_those_it_has_are_listed_once(tmp_path, setting, kind, way_out):
+    name = {"attention_backends": "torch_sdpa", "kv_managers": "full_attention"}[setting]
+    assert refusal(ConfigError, tiny_models.tiny_gemma3(tmp_path), **{setting: {kind: name}}) == (
+        f"{setting} chooses '{name}' for the kind {kind!r}, and the model's layers keep: sliding_window, "
+        f"full_attention. {way_out}"
+    )
+
+
 def test_a_backend_that_cannot_serve_is_refused_with_every_reason_and_those_that_could(site, tiny_folder):
     install_backend(site, refusing("No float32.", "No CPU."))
     install_backend(site, BACKEND, "able", "able-package", "able_module")

@@ -12,13 +12,20 @@ import torch
 
 Work = Callable[[], Any]
 
-# Written before each measurement on a GPU: more than any of its caches holds, so that nothing is found there.
+# Read before each measurement on a GPU: more than any of its caches holds, so that nothing of the work is found there.
+# What was written would have to go back to memory while the work is measured.
 FLUSHED_BYTES = 512 << 20
 # The GPU is then kept busy this long, so that all of the work is in its queue when it begins. In clock cycles: some 0.3
 # milliseconds.
 BUSY_CYCLES = 500_000
 # A median of fewer is none.
 LEAST_ROUNDS = 3
+
+
+def use_device(device: str) -> None:
+    """Make a GPU the current one, on whose streams events are recorded. Without torch nothing is done."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(device)
 
 
 class Clock(ABC):
@@ -57,11 +64,11 @@ class GPUClock(Clock):
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+        self._flushed = torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device=device)
 
     def seconds(self, work: Work) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flushed.zero_()
+        self._flushed.max()
         if hasattr(torch.cuda, "_sleep"):
             torch.cuda._sleep(BUSY_CYCLES)
         start.record()

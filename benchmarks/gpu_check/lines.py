@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 Status = Literal["measured", "passed", "failed", "not run"]
 STATUSES: tuple[Status, ...] = ("measured", "passed", "failed", "not run")
 
-# Of a text that the table cuts; the line that was printed before, and the JSON, have all of it.
-TABLE_TEXT = 100
+# Of a line of a result in the table; what is longer goes on below.
+TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ class Report:
 
     def print_table(self) -> None:
         rows = [("part", "what", "status", "result", "target")]
-        rows += [(line.part, line.what, line.status, _cut(line.text), str(line.target or "")) for line in self.lines]
+        for line in self.lines:
+            # Empty cells stand beside the further lines of a result.
+            columns = ([line.part], [line.what], [line.status], _wrapped(line.text), [str(line.target or "")])
+            rows += zip_longest(*columns, fillvalue="")
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         print("", file=self._out)
         for row in rows:
@@ -136,6 +141,12 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
 
 
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the first line, where what follows is of no use to a reader."""
+    sentence, end, _ = first_line(text).partition(". ")
+    return sentence + end.rstrip()
+
+
 def last_lines(text: str, count: int) -> str:
     """Return the last lines that say something, joined by " | "."""
     said: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
@@ -150,6 +161,5 @@ def rate(per_s: float, unit: str) -> str:
     return f"{per_s:.3g} {unit}"
 
 
-def _cut(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= TABLE_TEXT else f"{text[: TABLE_TEXT - 3]}..."
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), TABLE_WIDTH) or [""]

@@ -6,12 +6,15 @@
     scripts/gpu_check --compile-only             the Triton kernels compiled for three GPUs, without a GPU
     scripts/gpu_check --device cpu --small       a look at the script itself, without a GPU
 
-Exit status: 0, also where targets were missed or something was not run; 1 where anything failed; 2 without a GPU.
+Exit status: 0, also where targets were missed or something was not run; 1 where anything failed; 2 without a GPU, or
+where the arguments make no sense; 141 where nobody reads what it prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 import tempfile
 import time
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check.lines import Line, Report
-from gpu_check.needs import ROOT, environment_with, missing, register_checkout
+from gpu_check.needs import ROOT, backend_names, environment_with, missing, register_checkout
 from gpu_check.suite import run_suite
 from gpu_check.workers import Limits, Worker, run_workers
 
@@ -30,17 +33,22 @@ BUDGET_SECONDS = 240.0
 RESERVED_SECONDS = 8.0
 # What each part gets of the time that is left when it begins, in proportion to the parts that come after it. What one
 # leaves goes to the others.
-SHARES = {"environment": 10, "limits": 8, "suite": 62, "engine": 50, "decode": 42, "prefill": 60}
+SHARES = {"environment": 16, "limits": 18, "suite": 62, "engine": 50, "decode": 42, "prefill": 60}
 ALONE = {"tune": 200, "compile": 200}
 # What a case of a part, or a step of it, may take before it counts as hung. Compilation counts.
 CASE_SECONDS = {"environment": 20.0, "limits": 20.0, "engine": 40.0, "decode": 25.0, "prefill": 40.0}
 LONG_CASE_SECONDS = 60.0
+# What the first process may take, which imports torch and wakes the driver on a machine that has done neither before.
+PROBE_SECONDS = 90.0
 # The third is for a torch whose own FlashAttention reads no pages: keys are copied out of them first.
 BACKENDS = ("triton", "flash_attn", "flash_attn+provider=torch_gather", "torch_sdpa")
 # Those that use the backends, and do without one that cannot be used.
 BACKEND_PARTS = ("suite", "engine", "decode", "prefill")
 # Tests of the suite where only the script is looked at.
 SMALL_TESTS = 12
+DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
+# What a shell says of a program that SIGPIPE ended.
+NOBODY_READS = 141
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Arguments:
 
 def parse(words: Sequence[str]) -> Arguments:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description="Check Octavo on one GPU, in four minutes.")
-    parser.add_argument("--device", default="cuda:0", help="as torch names it; cpu looks at the script itself")
+    parser.add_argument("--device", default="cuda:0", help="cuda, cuda:N or cpu; cpu looks at the script itself")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a look at the script itself")
     parser.add_argument("--parts", help=f"some of {','.join(SHARES)}, by commas; all of them by default")
     backends_help = "attention backends, by commas; options stand behind one as +option=value; default %(default)s"
@@ -66,7 +74,9 @@ def parse(words: Sequence[str]) -> Arguments:
     parser.add_argument("--tune", action="store_true", help="search the Triton backend's options, after the limits")
     parser.add_argument("--compile-only", action="store_true", help="compile the Triton kernels; needs no GPU")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all; default %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a file too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything to a file too, anew after each part"
+    )
     parser.add_argument("--tests", type=int, metavar="N", help="the first N tests of the suite; all by default")
     given = parser.parse_args(words)
     parts = ("compile",) if given.compile_only else _parts(parser, given.parts, given.tune)
@@ -74,8 +84,12 @@ def parse(words: Sequence[str]) -> Arguments:
         parser.error(f"--budget is {given.budget:g}; it must be more than {RESERVED_SECONDS:g} seconds")
     if given.tests is not None and given.tests < 1:
         parser.error(f"--tests is {given.tests}; it must be at least 1")
+    if not DEVICE.fullmatch(given.device):
+        parser.error(f"--device is {given.device}; it must be cpu, cuda, or cuda:N with the number of a GPU")
+    if given.json is not None:
+        _require_writable(parser, given.json)
     num_tests = given.tests or (SMALL_TESTS if given.small else None)
-    backends = tuple(name for name in given.backends.split(",") if name)
+    backends = _backends(parser, given.backends)
     device = "cpu" if given.compile_only else "cuda:0" if given.device == "cuda" else given.device
     return Arguments(device, given.small, parts, backends, given.budget, given.json, num_tests)
 
@@ -90,9 +104,39 @@ def _parts(parser: argparse.ArgumentParser, listed: str | None, has_tune: bool) 
     return tuple(name for name in SHARES if name in names) + (("tune",) if has_tune else ())
 
 
+def _backends(parser: argparse.ArgumentParser, listed: str) -> tuple[str, ...]:
+    backends, known = tuple(name for name in listed.split(",") if name), backend_names()
+    # A package may stand before the name: "package:name+option=value".
+    names = {backend: backend.partition("+")[0].rpartition(":")[2] for backend in backends}
+    if unknown := [backend for backend, name in names.items() if name not in known]:
+        parser.error(f"--backends has {', '.join(unknown)}; attention backends are {', '.join(known)}")
+    return backends
+
+
+def _require_writable(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Refuse a path now that could not be written after minutes."""
+    is_there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        parser.error(f"--json is {path}, which cannot be written: {error.strerror}")
+    if not is_there:
+        path.unlink()
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the check; return the exit status."""
     arguments = parse(sys.argv[1:] if words is None else words)
+    try:
+        return check(arguments)
+    except BrokenPipeError:
+        # Python writes what is left once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+
+
+def check(arguments: Arguments) -> int:
+    """Run the parts that were asked for; return the exit status."""
     if missing("environment"):
         print("gpu_check needs torch, with CUDA, and it is not installed.", file=sys.stderr)
         return 2
@@ -105,9 +149,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return 2
         for part in arguments.parts:
             run.run_part(part)
+            if arguments.json_file is not None:
+                report.write_json(arguments.json_file, run.about)
     report.print_table()
-    if arguments.json_file is not None:
-        report.write_json(arguments.json_file, {**run.about, "budget_seconds": arguments.budget_seconds})
     return report.exit_status
 
 
@@ -132,7 +176,9 @@ class Run:
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "device": arguments.device,
             "is_small": arguments.is_small,
+            "budget_seconds": arguments.budget_seconds,
             "parts": list(arguments.parts),
+            "parts_done": [],
             "backends": list(arguments.backends),
         }
 
@@ -147,7 +193,7 @@ class Run:
         if not self._arguments.device.startswith("cuda"):
             return None
         found: dict[str, Any] = {}
-        limits = self._limits_of("environment")
+        limits = Limits(min(time.monotonic() + PROBE_SECONDS, self._deadline), PROBE_SECONDS)
         worker = self._worker("device", limits)
         run_workers([worker], limits, self._report.add, found.__setitem__)
         reason: str | None = found.get("reason", "gpu_check found out nothing about the GPU: torch did not answer.")
@@ -155,6 +201,10 @@ class Run:
 
     def run_part(self, part: str) -> None:
         """Run a part as far as its time goes, and say what of it was not reached."""
+        self._run_part(part)
+        self.about["parts_done"].append(part)
+
+    def _run_part(self, part: str) -> None:
         if lacking := missing(part):
             names = ", ".join(lacking)
             self._report.add(Line(part, "all of it", "not run", f"not installed: {names}", {"missing": lacking}))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+BACKENDS_GROUP = "octavo.attention_backends"
 
 _CONTRACTS = ("torch", "numpy", "pydantic", "importlib_metadata", "pluggy")
 # The packages that Python imports, by part.
@@ -30,13 +33,26 @@ def missing(part: str) -> list[str]:
     return [name for name in PACKAGES[part] if importlib.util.find_spec(name) is None]
 
 
+def backend_names() -> list[str]:
+    """Return the attention backends of this checkout, then those of other installed packages. None is imported."""
+    own = project_table()["entry-points"][BACKENDS_GROUP]
+    installed = sorted(entry.name for entry in importlib.metadata.entry_points(group=BACKENDS_GROUP))
+    return list(dict.fromkeys([*own, *installed]))
+
+
+def project_table() -> dict[str, Any]:
+    """Return [project] of the checkout's pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
 def register_checkout(folder: Path) -> Path:
     """Write what an installation of this checkout would register into `folder`, and return that.
 
     Found before anything that is installed, so that the parts are those of the checkout, whether or not it is installed
     and however long ago.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = project_table()
     info = folder / f"octavo-{project['version']}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(

@@ -10,7 +10,7 @@ from typing import Any
 from gpu_check.broken import leave_if_broken
 from gpu_check.clocks import Clock, Work, alternate, clock_for
 from gpu_check.contenders import BackendContender, Contender, Data, NotServedError, peers_for
-from gpu_check.lines import Line, Status, Target, first_line, rate
+from gpu_check.lines import Line, Status, Target, first_line, first_sentence, rate
 from gpu_check.shapes import Shape, decode_shapes, prefill_shapes
 from gpu_check.sizes import FULL, Sizes
 from gpu_check.workers import report, tell
@@ -56,18 +56,21 @@ def measure_shape(
         except Exception as error:
             leave_if_broken(error)
             status: Status = "not run" if contender.is_peer else "failed"
-            said = f"{type(error).__name__}: {first_line(str(error))}"
+            # What torch's kernels do not take is no fault to be looked for, and torch lists all that it knows.
+            shorten = first_sentence if contender.is_peer else first_line
+            said = f"{type(error).__name__}: {shorten(str(error))}"
             tell(Line(part, f"{shape.name}, {contender.name}", status, said))
     seconds = alternate(clock, ready, rounds, MEASURED_SECONDS, on_turn=lambda name: report("step", step=name))
     report("step", step=None)
     peer = fastest_peer(contenders, seconds)
     for contender in contenders:
-        if contender.name in seconds:
-            tell(
-                line_of(
-                    part, shape, contender, seconds[contender.name], peer, limits, notes[contender.name], has_target
-                )
-            )
+        if contender.name not in seconds:
+            continue
+        taken, noted = seconds[contender.name], notes[contender.name]
+        line = line_of(part, shape, contender, taken, peer, limits, noted, has_target)
+        tell(line)
+        if has_target and contender.name == TARGETED_BACKEND and line.target is None:
+            tell(Line(part, f"{line.what}, target", "not run", why_not_judged(shape)))
 
 
 def make_ready(contender: Contender, data: Data, clock: Clock) -> tuple[dict[str, Any], Work]:
@@ -136,6 +139,13 @@ def target_of(shape: Shape, contender: Contender, figures: Mapping[str, Any]) ->
         return None if share is None else Target(DECODE_TARGET, share, "the copy bandwidth")
     ratio = figures.get("ratio_to_peer")
     return None if ratio is None else Target(PREFILL_TARGET, ratio, "the speed of torch's FlashAttention")
+
+
+def why_not_judged(shape: Shape) -> str:
+    """Return what was missing where `target_of` found no figure."""
+    if shape.is_decode:
+        return f"no copy bandwidth was measured, of which {DECODE_TARGET:g} are wanted; the part `limits` does that"
+    return f"none of torch's FlashAttention ran beside it, of whose speed {PREFILL_TARGET:g} are wanted"
 
 
 def fastest_peer(contenders: Iterable[Contender], seconds: Mapping[str, float]) -> tuple[str, float] | None:

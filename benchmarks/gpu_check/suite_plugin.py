@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from gpu_check.broken import leave_if_broken
+from gpu_check.clocks import use_device
 from gpu_check.suite import order_of
 from gpu_check.workers import report, task
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     given = task()
+    use_device(given["device"])
     in_order = sorted(items, key=lambda item: order_of(item.nodeid, given["suites"]))
     if given["num_tests"] is not None:
         in_order = in_order[: given["num_tests"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_check import environment, limits
 from gpu_check.broken import leave_if_broken
-from gpu_check.clocks import clock_for
+from gpu_check.clocks import clock_for, use_device
 from gpu_check.lines import Line, first_line
 from gpu_check.sizes import FULL, SMALL
 from gpu_check.workers import report, task, tell
@@ -21,6 +21,7 @@ Case = Callable[[Sequence[str]], None]
 def main() -> None:
     given = task()
     try:
+        use_device(given["device"])
         cases = cases_of(given)
     except ModuleNotFoundError as error:
         tell(_not_installed(given["part"], "all of it", error))

@@ -199,7 +199,8 @@ class FlashAttentionBackend(AttentionBackend):
             max_keys = batch.block_table.shape[1] * self.spec.block_size
         else:
             lens, places = self._places(batch)
-            key_lens, block_table, max_keys = torch.from_numpy(lens).to(batch.slots.device), None, int(lens.max())
+            key_lens, block_table = torch.from_numpy(lens).to(batch.slots.device), None
+            max_keys = int(lens.max(initial=0))
         key_starts = torch.nn.functional.pad(key_lens.cumsum(0, dtype=torch.int32), (1, 0))
         step = Step(
             query_starts=batch.query_starts,

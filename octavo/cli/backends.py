@@ -25,29 +25,39 @@ EXIT_REFUSED = 1
 def backends(
     *,
     model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="As --model. Without it, the demo model.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="As --model, or a config.json alone. Without it, the demo model."),
     ] = None,
     config: EngineConfig,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for a program to read.")] = False,
 ) -> None:
     """Say of each installed attention backend, for each KV-cache group of MODEL, whether it serves or every reason why
-    not. No weight is read; the settings count as they would for an engine."""
+    not. No weight is read; the settings count as they would for an engine, and --device may name one that is not
+    here."""
     config = with_model(config, model_argument)
     from octavo.plugins.registry import scan
-    from octavo.selection.backends import named_backends
-    from octavo.selection.select import model_needs
+    from octavo.selection.named import check_kinds
+    from octavo.selection.select import model_needs_elsewhere, named_parts
 
     registry = scan()
     # What a package prints when it is imported or asked must not get between the lines of the answer.
     with redirect_stdout(sys.stderr):
-        named = named_backends(config, registry)
-        needs = model_needs(config, registry)
-        groups = _equal_ones_together([_group(config, registry, named, needs, group) for group in needs.groups])
+        parts = named_parts(config, registry)
+        needs = model_needs_elsewhere(config, registry)
+        check_kinds("attention_backends", parts.backends.by_kind, needs.groups)
+        check_kinds("kv_managers", parts.managers, needs.groups)
+        groups = _equal_ones_together(
+            [_group(config, registry, parts.backends, needs, group) for group in needs.groups]
+        )
+    kv_cache_dtype = needs.spec.attention_specs[0].kv_dtype
     if as_json:
-        about = {"model": config.model, "device": needs.device, "dtype": needs.dtype}
+        about = {"model": config.model, "device": needs.device, "dtype": needs.dtype, "kv_cache_dtype": kv_cache_dtype}
         print(json.dumps({**about, "model_class": needs.model.part.plugin.name, "groups": groups}))
     else:
-        print(f"{config.model or 'demo model'} on {needs.device} in {needs.dtype}, model class {needs.model}")
+        print(
+            f"{config.model or 'demo model'} on {needs.device} in {needs.dtype}, KV cache in {kv_cache_dtype}, model "
+            f"class {needs.model}"
+        )
         for described in groups:
             _print_group(described)
     if any(described["refusal"] for described in groups):

@@ -9,6 +9,8 @@ device   token ids ─► int64         ▼
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Protocol
@@ -53,8 +55,10 @@ class SlotFiller(Protocol):
 
 
 def slot_filler(device: str) -> SlotFiller:
-    """Return the kernel where Triton can compile it, and torch's operations elsewhere."""
-    if torch.device(device).type == "cuda" and find_spec("triton") is not None:
+    """Return the kernel where Triton can compile and start it, and torch's operations elsewhere."""
+    # Triton builds what starts a kernel with a C compiler.
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("clang", "gcc")))
+    if torch.device(device).type == "cuda" and find_spec("triton") is not None and has_compiler:
         # Imported here, for only a GPU needs it, and it is not installed everywhere.
         from octavo.core.slot_kernel import fill_slots
 

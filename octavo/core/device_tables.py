@@ -60,15 +60,23 @@ class TableLayout:
     def num_cells(self) -> int:
         return self.num_rows * sum(self.widths)
 
+    def cells_of(self, group_id: int) -> slice:
+        """Return where a group's table lies."""
+        return slice(*self.starts[group_id : group_id + 2])
+
     def grown(self, num_rows: int, widths: Sequence[int]) -> TableLayout:
-        """Return one with room for so many rows and columns. What has to grow at least doubles."""
-        return TableLayout(
-            _grown(self.num_rows, num_rows),
-            tuple(_grown(width, needed) for width, needed in zip(self.widths, widths, strict=True)),
-        )
+        """Return one with room for so many rows and columns.
+
+        What has to grow at least doubles, unless there would be more cells than can be told apart.
+        """
+        needed = list(zip(self.widths, widths, strict=True))
+        doubled = TableLayout(_doubled(self.num_rows, num_rows), tuple(_doubled(*each) for each in needed))
+        if doubled.num_cells <= MOST_CELLS:
+            return doubled
+        return TableLayout(max(self.num_rows, num_rows), tuple(max(each) for each in needed))
 
 
-def _grown(size: int, needed: int) -> int:
+def _doubled(size: int, needed: int) -> int:
     return size if needed <= size else max(needed, 2 * size)
 
 
@@ -115,15 +123,16 @@ class DeviceTables:
                 f"The block tables of {num_rows} requests have {new.num_cells} entries on the device, and at most "
                 f"{MOST_CELLS} can be told apart; lower max_num_seqs or max_model_len, or raise block_size."
             )
-        cells, mirror = self.cells, self._mirror
-        self._layout = new
-        self._mirror = np.zeros(new.num_cells, np.int32)
-        self.cells = torch.zeros(new.num_cells, dtype=torch.int32, device=self._device)
+        # All of it is there before any of it is taken: memory may run out in between.
+        mirror: Int32Array = np.zeros(new.num_cells, np.int32)
+        cells = torch.zeros(new.num_cells, dtype=torch.int32, device=self._device)
+        places = torch.tensor(list(zip(new.starts, new.widths, self.block_sizes, strict=False)), device=self._device)
         for group_id, width in enumerate(old.widths):
-            before = slice(old.starts[group_id], old.starts[group_id + 1])
-            self._mirror_of(group_id)[: old.num_rows, :width] = mirror[before].reshape(old.num_rows, width)
-            self.table(group_id)[: old.num_rows, :width] = cells[before].view(old.num_rows, width)
-        self.places.copy_(torch.tensor(list(zip(new.starts, new.widths, self.block_sizes, strict=False))))
+            before, after = old.cells_of(group_id), new.cells_of(group_id)
+            shape = new.num_rows, new.widths[group_id]
+            mirror[after].reshape(shape)[: old.num_rows, :width] = self._mirror_of(group_id)
+            cells[after].view(shape)[: old.num_rows, :width] = self.cells[before].view(old.num_rows, width)
+        self._layout, self._mirror, self.cells, self.places = new, mirror, cells, places
 
     def stage(self, rows: Int32Array, block_tables: Sequence[Int32Array]) -> CellChanges:
         """Return what has to be written before a step's tables can be gathered; make room for it.

@@ -12,7 +12,6 @@ from torch import Tensor
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import MLASpec
 from octavo.core.interfaces.model import Checkpoint, ForwardBatch, Model, ModelSpec
-from octavo.errors import UnsupportedModelError
 from octavo.models.deepseek_config import DeepseekConfig, read_config
 from octavo.models.deepseek_layers import AttentionWeights, DeepseekLayer, load_layer, pair_halves
 from octavo.models.linear import linear
@@ -149,8 +148,4 @@ def _refuse_unclaimed(loader: WeightLoader, config: DeepseekConfig) -> None:
         # Beside tied embeddings, some files repeat the embedding as lm_head.
         return name == "lm_head.weight" or name.startswith(extra_layers) or is_rope_table(name)
 
-    if unclaimed := loader.unclaimed(may_ignore):
-        raise UnsupportedModelError(
-            f"The checkpoint holds {len(unclaimed)} tensors that the model of its config has no place for, "
-            f"{unclaimed[0]!r} the first. The model is a variant that is not computed here, or the config is wrong."
-        )
+    loader.refuse_unclaimed(may_ignore)

@@ -86,8 +86,9 @@ class WeightLoader:
     def refuse_unclaimed(self, may_ignore: Callable[[str], bool]) -> None:
         """Raise UnsupportedModelError when weights are left over: left out, they would change the result."""
         if unclaimed := self.unclaimed(may_ignore):
+            tensors = "1 tensor" if len(unclaimed) == 1 else f"{len(unclaimed)} tensors"
             raise UnsupportedModelError(
-                f"The checkpoint holds {len(unclaimed)} tensors that the model of its config has no place for, "
+                f"The checkpoint holds {tensors} that the model of its config has no place for, "
                 f"{unclaimed[0]!r} the first. The model is a variant that is not computed here, or the config is wrong."
             )
 

@@ -68,7 +68,7 @@ class Scaling:
             return UNSCALED
         if self.of_checkpoint is not None:
             layers = tuple(map(self._granted, self.of_checkpoint.read(specs)))
-            return KVScales(layers, f"{_granularity(layers)}, from the checkpoint, by {self.source}")
+            return KVScales(layers, f"{_granularity(layers, specs)}, from the checkpoint, by {self.source}")
         if kv_format.has_page_scales:
             return KVScales(origin=self._origin_in_pages(), warning=self._warning_of_pages(specs))
         if self.is_bare_config:
@@ -115,6 +115,7 @@ def choose_scaling(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> 
 
     Raises:
         ConfigError: The scales that were asked for are not there, and nothing can stand in for them.
+        CheckpointError: The names of the weights' tensors cannot be read.
     """
     # Imported here, for it reads tensors, and torch takes more than a second.
     from octavo.models.kv_scales import CheckpointScales
@@ -129,7 +130,8 @@ def choose_scaling(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> 
     try:
         found = CheckpointScales(checkpoint)
     except CheckpointError:
-        # Of a config alone; whoever is going to run the model has its tensors' names.
+        if not _is_bare_config(checkpoint):
+            raise
         return Scaling(in_pages if scales == AUTO else cache.kv_cache_dtype, scales, source, is_bare_config=True)
     if found:
         return Scaling(cache.kv_cache_dtype, scales, source, found)
@@ -144,6 +146,18 @@ def choose_scaling(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> 
     return Scaling(cache.kv_cache_dtype, scales, source)
 
 
-def _granularity(layers: Sequence[LayerScales | None]) -> str:
+def _is_bare_config(checkpoint: Checkpoint) -> bool:
+    """Whether there are no weights to ask. Whoever is going to run the model has some."""
+    from octavo.models.config_checkpoint import ConfigCheckpoint
+
+    if not isinstance(checkpoint, ConfigCheckpoint):
+        return False
+    # A config of another name need not belong to weights beside it, and is not asked about them.
+    return checkpoint.path.name != "config.json" or not any(checkpoint.path.parent.glob("*.safetensors"))
+
+
+def _granularity(layers: Sequence[LayerScales | None], specs: Sequence[AttentionSpec]) -> str:
+    if all(spec.value_is_key_prefix for spec in specs):
+        return "one for the latents of each layer"
     most = max((len(scales.key + scales.value) for scales in layers if scales is not None), default=2)
     return "one for each KV head" if most > 2 else "one for keys and one for values of each layer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 from octavo.config import EngineConfig, PluginChoice
@@ -54,10 +55,17 @@ def check_kinds(setting: str, choices: Mapping[str, Chosen], groups: Sequence[KV
     Raises:
         ConfigError: A choice is for another kind, and would have no effect.
     """
-    kinds = [group.spec.kind for group in groups]
+    kinds = list(dict.fromkeys(group.spec.kind for group in groups))
     for kind, chosen in choices.items():
         if kind not in kinds:
             raise ConfigError(
                 f"{setting} chooses '{chosen.part.plugin.name}' for the kind {kind!r}, and the model's layers keep: "
-                f"{', '.join(kinds)}."
+                f"{', '.join(kinds)}.{_way_out(kind, kinds)}"
             )
+
+
+def _way_out(kind: str, kinds: Sequence[str]) -> str:
+    close = difflib.get_close_matches(kind, kinds, n=1)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return " Name one of these, or leave the choice out." if len(kinds) > 1 else ""

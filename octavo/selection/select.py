@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.config import EngineConfig, PluginChoice, environment_warnings
@@ -20,7 +20,7 @@ from octavo.plugins.families import HASH_FUNCTIONS, HOOKS, MODELS, REQUEST_QUEUE
 from octavo.plugins.hooks import Observers
 from octavo.plugins.part import choose
 from octavo.plugins.registry import Registry
-from octavo.selection.backends import choose_backend, named_backends
+from octavo.selection.backends import NamedBackends, choose_backend, named_backends
 from octavo.selection.kv_scales import choose_scaling
 from octavo.selection.managers import choose_managers, named_managers
 from octavo.selection.named import AUTO, check_kinds, named, named_unless_auto
@@ -32,6 +32,41 @@ logger = logging.getLogger(__name__)
 FALLBACK_MODEL = "transformers"
 
 
+@dataclass(frozen=True)
+class NamedParts:
+    """The parts that a config names, the model class aside.
+
+    Attributes:
+        request_queue: Orders waiting requests.
+        hash_function: Makes the prefix cache's keys.
+        observers: In the order of the setting.
+        backends: The attention backends.
+        managers: The KV-cache managers, by the kind of what layers keep.
+    """
+
+    request_queue: Chosen
+    hash_function: Chosen
+    observers: tuple[Chosen, ...]
+    backends: NamedBackends
+    managers: dict[str, Chosen]
+
+
+def named_parts(config: EngineConfig, registry: Registry) -> NamedParts:
+    """Find and import what a config names.
+
+    Raises:
+        PluginError: A part cannot be had, or does not take its options.
+        ConfigError: An observer is listed twice.
+    """
+    return NamedParts(
+        named(config, registry, REQUEST_QUEUES, config.scheduler.request_queue),
+        named(config, registry, HASH_FUNCTIONS, config.cache.hash_function),
+        _observers(config, registry),
+        named_backends(config, registry),
+        named_managers(config, registry),
+    )
+
+
 def select(config: EngineConfig, registry: Registry) -> Selection:
     """Choose every part.
 
@@ -41,20 +76,17 @@ def select(config: EngineConfig, registry: Registry) -> Selection:
         ConfigError: Settings contradict each other or the model.
     """
     # Names are looked up before the model's files: a misspelt one should not take a minute to be found.
-    queue = named(config, registry, REQUEST_QUEUES, config.scheduler.request_queue)
-    hash_function = named(config, registry, HASH_FUNCTIONS, config.cache.hash_function)
-    observers = _observers(config, registry)
-    hooks = Observers([observer.part for observer in observers])
-    backends = named_backends(config, registry)
-    managers_by_kind = named_managers(config, registry)
+    parts = named_parts(config, registry)
+    hooks = Observers([observer.part for observer in parts.observers])
     needs = model_needs(config, registry)
-    check_kinds("attention_backends", backends.by_kind, needs.groups)
-    managers = choose_managers(registry, managers_by_kind, needs.groups)
+    check_kinds("attention_backends", parts.backends.by_kind, needs.groups)
+    managers = choose_managers(registry, parts.managers, needs.groups)
     groups = []
     for group, manager in zip(needs.groups, managers, strict=True):
-        backend, others = choose_backend(config, registry, backends, group.spec.kind, needs.attention_specs(group))
+        specs = needs.attention_specs(group)
+        backend, others = choose_backend(config, registry, parts.backends, group.spec.kind, specs)
         groups.append(GroupSelection(group, manager, backend, others))
-    return Selection(needs, tuple(groups), queue, hash_function, observers, hooks)
+    return Selection(needs, tuple(groups), parts.request_queue, parts.hash_function, parts.observers, hooks)
 
 
 def model_needs(config: EngineConfig, registry: Registry) -> ModelNeeds:

@@ -42,6 +42,14 @@ def test_the_demo_model_generates_the_references_tokens(make_llm, demo_gguf):
         assert tokens_of(make_llm, demo_gguf, "flash_on_cpu") == wanted
 
 
+@pytest.mark.slow
+def test_gemma_3_generates_the_references_tokens(make_llm, gemma3_gguf):
+    settings = {"max_model_len": 64, "num_kv_blocks": 128}
+    wanted = tokens_of(make_llm, gemma3_gguf, "torch_sdpa", **settings)
+    with installed({"octavo.attention_backends": {"flash_on_cpu": OnCPU}}):
+        assert tokens_of(make_llm, gemma3_gguf, "flash_on_cpu", **settings) == wanted
+
+
 @pytest.mark.parametrize("kind", ["sliding_window", "full_attention"])
 def test_it_serves_one_kind_of_layers_of_a_model_and_another_backend_the_other(make_llm, tmp_path, kind):
     folder = tiny_models.add_byte_tokenizer(tiny_models.tiny_gemma3(tmp_path / "gemma"))

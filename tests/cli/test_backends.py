@@ -80,7 +80,8 @@ REASONS = {
 def test_each_installed_backend_serves_or_says_every_reason_why_not(packages, tiny_folder, capsys):
     assert run(["backends", str(tiny_folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{tiny_folder} on cpu in float32, model class llama ({OWN}), by default; 'auto': model_type is 'llama'",
+        f"{tiny_folder} on cpu in float32, KV cache in float32, model class llama ({OWN}), by default; 'auto': "
+        "model_type is 'llama'",
         HEAD,
         *(
             f"  {name} ({origin}) " + (f"cannot serve: {' '.join(reasons)}" if reasons else "serves")
@@ -97,7 +98,13 @@ def test_a_program_gets_the_same(packages, tiny_folder, capsys):
     assert run(["backends", "--model", str(tiny_folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (group,) = found.pop("groups")
-    assert found == {"model": str(tiny_folder), "device": "cpu", "dtype": "float32", "model_class": "llama"}
+    assert found == {
+        "model": str(tiny_folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "model_class": "llama",
+    }
     assert group == {
         "kind": "full_attention",
         "layers": [0, 1],
@@ -217,7 +224,67 @@ def test_one_that_is_named_and_cannot_be_had_is_one_line_and_the_status_2(
 def test_the_settings_count_as_for_an_engine(packages, tiny_folder, capsys):
     assert run(["backends", str(tiny_folder), "--dtype", "bfloat16", "--model-impl", "octavo:qwen2"]) == 0
     head = capsys.readouterr().out.splitlines()[0]
-    assert head == f"{tiny_folder} on cpu in bfloat16, model class qwen2 ({OWN}), by flag --model-impl"
+    assert head == (
+        f"{tiny_folder} on cpu in bfloat16, KV cache in bfloat16, model class qwen2 ({OWN}), by flag --model-impl"
+    )
+
+
+def test_the_format_of_the_kv_cache_is_the_one_that_backends_are_asked_about(tiny_folder, capsys):
+    arguments = ["backends", str(tiny_folder), "--kv-cache-dtype", "int8"]
+    assert run(arguments) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.startswith(f"{tiny_folder} on cpu in float32, KV cache in int8_per_token_head, model class llama ")
+    assert run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache_dtype"] == "int8_per_token_head"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--attention-backends", "window=torch_sdpa"], "attention_backends chooses 'torch_sdpa' for the kind "),
+        (["--kv-managers", "window=full_attention"], "kv_managers chooses 'full_attention' for the kind "),
+        (["--kv-managers", "full_attention=mine"], "No KV-cache manager is called 'mine'. "),
+        (["--hash-function", "sha265"], "No hash function is called 'sha265'. Did you mean 'sha256'? "),
+        (["--request-queue", "fcsf"], "No request queue is called 'fcsf'. Did you mean 'fcfs'? "),
+        (["--hooks", "mine"], "No observer is called 'mine'. "),
+    ],
+)
+def test_a_choice_that_an_engine_refuses_is_refused_with_the_same_sentence(tiny_folder, capsys, flags, sentence):
+    assert run(["generate", "a", "--model", str(tiny_folder), *flags]) == 2
+    by_engine = capsys.readouterr()
+    assert by_engine.err.startswith(f"octavo: {sentence}")
+    assert run(["backends", str(tiny_folder), *flags]) == 2
+    assert capsys.readouterr() == by_engine
+
+
+# -- another machine --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_a_device_that_is_not_here_can_be_asked_about(packages, no_gpu, tiny_folder, capsys):
+    assert run(["backends", str(tiny_folder), "--device", "cuda", "--dtype", "bfloat16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{tiny_folder} on cuda in bfloat16, KV cache in bfloat16, model class llama ")
+    assert f"  torch_sdpa ({OWN}) serves" in lines
+    assert "  unable (unable-package 1.0) cannot serve: No CPU. No bfloat16." in lines
+    (flash,) = [line for line in lines if line.startswith("  flash_attn")]
+    assert "FlashAttention needs an NVIDIA GPU that torch can use, and the device is 'cuda'." in flash
+
+
+def test_of_a_model_a_config_alone_is_enough(no_gpu, tiny_folder, tmp_path, capsys):
+    folder = tmp_path / "config alone"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text((tiny_folder / "config.json").read_text())
+    for model in (folder, file):
+        assert run(["backends", str(model), "--device", "cuda:1", "--dtype", "float16", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [found[key] for key in ("device", "dtype", "kv_cache_dtype")] == ["cuda:1", "float16", "float16"]
+        assert [group["chosen"] for group in found["groups"]] == ["torch_sdpa"]
 
 
 def test_no_weight_is_read(tiny_folder, capsys, monkeypatch):

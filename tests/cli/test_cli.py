@@ -218,6 +218,13 @@ def test_hooks_are_names_or_what_a_file_would_have():
     assert str(caught.value) == "hooks.1 is '': the name is empty."
 
 
+def test_the_help_names_the_formats_of_the_kv_cache_and_what_auto_takes(capsys):
+    assert run(["generate", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert 'quantised to a byte a number, as "fp8_e4m3" or "int8"; "auto" is the model\'s dtype.' in shown
+    assert '"auto" takes the checkpoint\'s where it has some, else is "per_token_head".' in shown
+
+
 def test_a_flag_takes_the_place_of_the_files_value_as_its_source(tmp_path):
     path = tmp_path / "octavo.toml"
     path.write_text("seed = 3\n[cache]\nblock_size = 32\n")

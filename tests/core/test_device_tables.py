@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import random_table
 
+from octavo.core import device_tables
 from octavo.core.device_tables import DeviceTables
 from octavo.errors import ConfigError
 
@@ -140,3 +141,27 @@ def test_more_cells_than_can_be_told_apart_are_refused_with_the_way_out():
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         DeviceTables([16], "cpu").make_room(65536, [32768])
+
+
+def test_memory_that_runs_out_while_they_grow_leaves_them_as_they_were(monkeypatch):
+    tables = DeviceTables((16,), "cpu")
+    tables.make_room(2, [3])
+    with monkeypatch.context() as full:
+        full.setattr(torch, "zeros", _raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.stage(np.array([5], np.int32), [np.array([[7, 8, 9, 4]], np.int32)])
+    changes = tables.stage(np.array([5], np.int32), [np.array([[7, 8, 9, 4]], np.int32)])
+    tables.write(changes, torch.from_numpy(changes.places), torch.from_numpy(changes.block_ids))
+    assert tables.gather(0, torch.tensor([6], dtype=torch.int32), 4).tolist() == [[7, 8, 9, 4]]
+
+
+def test_they_grow_by_what_is_needed_where_twice_as_much_is_too_much(monkeypatch):
+    monkeypatch.setattr(device_tables, "MOST_CELLS", 1000)
+    tables = DeviceTables((16,), "cpu")
+    tables.make_room(19, [20])
+    tables.make_room(29, [26])
+    assert tables.table(0).shape == (30, 26)
+
+
+def _raise_out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("no memory is left")

@@ -171,6 +171,26 @@ def test_bytes_in_the_pool_are_codes_of_the_quotients(spec, kv_dtype):
     assert torch.equal(keys[:4].view(torch.uint8), codes[:4].view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_of_int8_are_the_nearest_whatever_the_dtype(dtype):
+    scales = StaticScales(LayerScales((0.037, 0.011), (0.037,)), attention(kv_dtype="int8"), "cpu")
+    vectors = torch.linspace(-5, 5, 20000).view(-1, 2, 8).to(dtype)
+    factors = torch.tensor([0.037, 0.011])[:, None]
+    for stored, factor in ((scales.stored_key(vectors), factors), (scales.stored_value(vectors), factors[:1])):
+        assert stored is not None
+        assert stored.dtype == dtype
+        codes, _ = KV_FORMATS["int8"].quantise(stored)
+        # With both ends cut off: the smaller scale reaches as far as 1.4.
+        assert torch.equal(codes.float(), (vectors.float() / factor).round().clamp(-127, 127))
+
+
+def test_whole_numbers_keep_nan_and_cut_off_what_is_too_large():
+    scales = StaticScales(LayerScales((1e-6,), (1e-6,)), attention(kv_dtype="int8"), "cpu")
+    vectors = torch.tensor([math.nan, math.inf, -math.inf, 60000.0, -60000.0, 0.0, 1.6e-6, -1.6e-6])
+    codes, _ = KV_FORMATS["int8"].quantise(scales.stored_key(vectors.half().expand(1, 2, 8)))
+    assert codes[0, 0].tolist() == [-128, 127, -127, 127, -127, 0, 2, -2]
+
+
 def error_of(kv_dtype: str, scales: LayerScales | None, factor: Tensor | float = 1.0) -> float:
     exact = attend(attention(), None, factor=factor).output
     found = attend(attention(kv_dtype=kv_dtype), scales, factor=factor).output

@@ -239,7 +239,7 @@ def test_what_has_no_place_in_the_model_is_refused(checkpoints: dict[str, Checkp
     with pytest.raises(UnsupportedModelError) as refusal:
         paged(DeepseekModel, ChangedCheckpoint(checkpoints["v3"], without_extra_layers, extra))
     assert str(refusal.value) == (
-        "The checkpoint holds 1 tensors that the model of its config has no place for, 'model.layers.2.enorm.weight' "
+        "The checkpoint holds 1 tensor that the model of its config has no place for, 'model.layers.2.enorm.weight' "
         "the first. The model is a variant that is not computed here, or the config is wrong."
     )
 

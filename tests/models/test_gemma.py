@@ -381,7 +381,7 @@ def test_weights_without_a_place_are_refused(gemma3: Checkpoint, with_images: Ch
         with pytest.raises(UnsupportedModelError) as refusal:
             logits_of(GemmaModel, changed, PROMPT)
         assert str(refusal.value) == (
-            f"The checkpoint holds 1 tensors that the model of its config has no place for, {name!r} the first. The "
+            f"The checkpoint holds 1 tensor that the model of its config has no place for, {name!r} the first. The "
             "model is a variant that is not computed here, or the config is wrong."
         )
 

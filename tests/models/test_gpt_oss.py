@@ -180,7 +180,7 @@ def test_weights_without_a_place_are_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(UnsupportedModelError) as refusal:
         logits_of(GptOssModel, ChangedCheckpoint(checkpoint, tensors=extra), PROMPT)
     assert str(refusal.value) == (
-        "The checkpoint holds 1 tensors that the model of its config has no place for, "
+        "The checkpoint holds 1 tensor that the model of its config has no place for, "
         "'model.layers.0.mlp.experts.gate_up_proj_blocks' the first. The model is a variant that is not computed here, "
         "or the config is wrong."
     )

@@ -23,7 +23,7 @@ from octavo.models.kv_scales import CheckpointScales, is_kv_cache_name
 from octavo.models.llama import LlamaModel
 from octavo.models.safetensors_checkpoint import SafetensorsCheckpoint
 from octavo.plugins.registry import scan
-from octavo.selection.select import model_needs
+from octavo.selection.select import model_needs, model_needs_elsewhere
 from octavo.testing import tiny_models
 
 WAY_OUT = "Set kv_cache_scales='per_token_head', which reads no scales of the checkpoint."
@@ -95,8 +95,8 @@ def test_one_scale_for_both_is_found_under_its_name():
         "model.layers.0.self_attn.k_proj.weight",
         "model.layers.0.self_attn.k_proj.weight_scale",
         "model.layers.0.self_attn.k_proj.input_scale",
-        "model.layers.0.self_attn.q_proj.output_scale",
         "model.layers.0.self_attn.o_proj.output_scale",
+        "model.layers.0.self_attn.q_norm.scale",
         "model.layers.0.mlp.down_proj.output_scale",
         "model.layers.0.self_attn.k_norm.weight",
         "vision_tower.encoder.layers.0.self_attn.k_proj.output_scale",
@@ -108,6 +108,55 @@ def test_one_scale_for_both_is_found_under_its_name():
 def test_other_tensors_are_no_scales_of_the_kv_cache(name):
     assert not is_kv_cache_name(name)
     assert not CheckpointScales(MadeUp({name: 1.0}))
+
+
+@pytest.mark.parametrize("name", ["q_scale", "attn.q_scale", "prob_scale", "prob_output_scale", "q_proj.output_scale"])
+def test_scales_of_what_is_not_kept_are_neither_weights_nor_read(name):
+    name = f"model.layers.0.self_attn.{name}"
+    assert is_kv_cache_name(name)
+    assert not CheckpointScales(MadeUp({name: 1.0}))
+    assert read({"model.layers.0.self_attn.kv_scale": 0.5, name: math.nan}) == (LayerScales((0.5,), (0.5,)),)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"model.layers.{'9' * 5000}.self_attn.k_scale",
+        f"model.layers.{'9' * 2**20}.self_attn.k_scale",
+        # These may be cut in two in as many ways as they are long.
+        f"model.layers.0.{'attn' * 2**18}",
+        f"model.layers.0.{'attn' * 2**18}!.k_scale",
+        "layers.0." * 2**17,
+        "layers.0.attn." * 2**16,
+        "layers.0.attn.a." * 2**16,
+        "a." * 2**19,
+        "model.layers.\u0663.self_attn.k_scale",
+    ],
+    ids=range(9),
+)
+def test_absurd_names_are_none(name):
+    assert not is_kv_cache_name(name)
+    assert not CheckpointScales(MadeUp({name: 1.0}))
+
+
+@pytest.mark.parametrize("stack", ["mtp.layers", "model.mtp.layers", "encoder.layers", "model.encoder.layers"])
+def test_layers_beside_the_decoders_are_left_alone(stack):
+    others = {f"{stack}.{layer}.self_attn.{kind}": -1.0 for layer in range(3) for kind in ("k_scale", "v_zero_point")}
+    assert all(map(is_kv_cache_name, others))
+    assert not CheckpointScales(MadeUp(others))
+    assert read(others | {"model.layers.0.self_attn.kv_scale": 0.5}) == (LayerScales((0.5,), (0.5,)),)
+
+
+def test_the_decoder_is_what_has_scales_for_most_layers():
+    tensors = {f"decoder.layers.{layer}.self_attn.kv_scale": 0.5 for layer in range(2)}
+    drafts = {"drafts.layers.0.self_attn.k_scale": -1.0, "drafts.layers.0.self_attn.k_zero_point": 3.0}
+    for found in (drafts | tensors, tensors | drafts):
+        assert read(found, attention(), attention()) == (LayerScales((0.5,), (0.5,)),) * 2
+    # Nobody knows which is meant.
+    assert refusal(tensors | {f"drafts.layers.{layer}.self_attn.kv_scale": 0.5 for layer in range(2)}) == (
+        "The checkpoint gives two KV-cache scales for one thing, 'decoder.layers.0.self_attn.kv_scale' and "
+        f"'drafts.layers.0.self_attn.kv_scale'. {WAY_OUT}"
+    )
 
 
 def test_each_layer_has_its_own_wherever_it_stands():
@@ -125,7 +174,8 @@ def test_each_layer_has_its_own_wherever_it_stands():
 
 
 def test_layers_past_the_models_are_left_alone():
-    tensors = {f"model.layers.{layer}.self_attn.kv_scale": 0.5 for layer in range(3)}
+    tensors: dict[str, Any] = {f"model.layers.{layer}.self_attn.kv_scale": 0.5 for layer in range(2)}
+    tensors |= {"model.layers.2.self_attn.kv_scale": math.nan, "model.layers.2.self_attn.k_zero_point": 3}
     assert len(read(tensors, attention(), attention())) == 2
 
 
@@ -162,6 +212,19 @@ def test_latents_have_one_scale(names):
     assert read(tensors, LATENT) == (LayerScales((0.5,), (0.5,)),)
 
 
+def test_latents_with_other_scales_as_values_than_as_keys_are_refused():
+    tensors = {"model.layers.0.self_attn.k_scale": 0.5, "model.layers.0.self_attn.v_scale": 0.25}
+    assert refusal(tensors, LATENT) == (
+        "The KV-cache scales 'model.layers.0.self_attn.k_scale' and 'model.layers.0.self_attn.v_scale' differ, and are "
+        f"for the same latents, which are keys and values at once. {WAY_OUT}"
+    )
+    tensors["model.layers.0.self_attn.v_scale"] = math.nan
+    assert refusal(tensors, LATENT) == (
+        "The KV-cache scale 'model.layers.0.self_attn.v_scale' is nan; it has to be a positive, finite number. "
+        f"{WAY_OUT}"
+    )
+
+
 @pytest.mark.parametrize(
     ("scheme", "kv_dtype", "expected"),
     [
@@ -171,7 +234,9 @@ def test_latents_have_one_scale(names):
         ({"kv_cache_scheme": FP8_SCHEME | {"type": "int"}}, "int8", 0.5),
         ({"kv_cache_quant_algo": "FP8"}, "int8", 0.5 * 448 / 127),
         ({"kv_cache_quant_algo": "INT8"}, "int8", 0.5),
-        ({}, "int8", 0.5),
+        # The names are those of FP8 checkpoints.
+        ({}, "fp8_e4m3", 0.5),
+        ({}, "int8", 0.5 * 448 / 127),
     ],
 )
 @pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])
@@ -235,6 +300,28 @@ def test_two_scales_for_one_thing_are_refused():
         "The checkpoint gives two KV-cache scales for one thing, 'model.layers.0.self_attn.k_scale' and "
         f"'model.layers.0.self_attn.k_proj.output_scale'. {WAY_OUT}"
     )
+
+
+@pytest.mark.parametrize("spec", [attention(), LATENT])
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_one_scale_for_both_stands_beside_no_other(kind, spec):
+    tensors = {f"model.layers.0.self_attn.{name}": 1.0 for name in ("kv_scale", f"{kind}_scale")}
+    assert refusal(tensors, spec) == (
+        f"The checkpoint gives two KV-cache scales for one thing, 'model.layers.0.self_attn.{kind}_scale' and "
+        f"'model.layers.0.self_attn.kv_scale'. {WAY_OUT}"
+    )
+
+
+# torch counts no zeros in some of them.
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.int8, torch.bfloat16]
+)
+def test_zero_points_are_of_any_type(dtype):
+    tensors = {"model.layers.0.self_attn.kv_scale": 1.0, "model.layers.0.self_attn.k_zero_point": torch.zeros(2)}
+    tensors["model.layers.0.self_attn.k_zero_point"] = torch.zeros(2).to(dtype)
+    assert read(tensors) == (LayerScales((1.0,), (1.0,)),)
+    tensors["model.layers.0.self_attn.k_zero_point"] = torch.tensor([0.0, 3.0]).to(dtype)
+    assert "go with a zero point ('model.layers.0.self_attn.k_zero_point')" in refusal(tensors)
 
 
 def test_a_zero_point_is_refused_unless_it_is_zero():
@@ -358,7 +445,9 @@ SCALES = {
 
 @pytest.mark.parametrize("model_class", [LlamaModel, TransformersModel])
 def test_scales_beside_the_weights_stop_no_model_from_loading(model_class, scaled_folder):
-    folder = scaled_folder(SCALES, quantization_config=KV_CACHE_ALONE[0])
+    names = ("q_scale", "prob_scale", "q_proj.output_scale", "k_zero_point")
+    beside = {f"model.layers.0.self_attn.{name}": 0.0 for name in names}
+    folder = scaled_folder(SCALES | beside, quantization_config=KV_CACHE_ALONE[0])
     model = model_class.from_checkpoint(SafetensorsCheckpoint(folder), dtype="float32", device="cpu")
     assert isinstance(model, model_class)
 
@@ -382,3 +471,29 @@ def test_a_config_with_weights_beside_it_tells_their_tensors(scaled_folder, tmp_
     (folder / "other.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match="is a config alone"):
         CheckpointScales(open_config(str(folder / "other.json")))
+
+
+def in_a_plan(path: Path) -> str:
+    """Return what is said of scales by whoever needs no weights."""
+    config = EngineConfig.from_flat(model=str(path), dtype="float32", kv_cache_dtype="fp8_e4m3")
+    return model_needs_elsewhere(config, scan()).kv_scales.origin
+
+
+def test_weights_that_cannot_be_read_are_not_taken_for_none(scaled_folder):
+    folder = scaled_folder(SCALES)
+    assert in_a_plan(folder) == "one for keys and one for values of each layer, from the checkpoint, by default"
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        in_a_plan(folder)
+    weights.rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model-00002-of-00002.safetensors").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"holds 2 \.safetensors files and neither"):
+        in_a_plan(folder)
+    # A config alone, beside weights that may be of another model.
+    (folder / "config.json").rename(folder / "other.json")
+    assert in_a_plan(folder / "other.json") == (
+        "one for each token and head, kept in the page, by default; 'auto': whether the checkpoint has some is not "
+        "known without its weights, and none are assumed"
+    )

@@ -290,7 +290,7 @@ def test_a_missing_tensor_is_named(llama_checkpoint: Checkpoint) -> None:
 
 def test_weights_without_a_place_are_refused(llama_checkpoint: Checkpoint) -> None:
     extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
-    with pytest.raises(UnsupportedModelError, match=r"holds 1 tensors that.*layers\.0\.self_attn\.q_norm"):
+    with pytest.raises(UnsupportedModelError, match=r"holds 1 tensor that.*layers\.0\.self_attn\.q_norm"):
         load(ChangedCheckpoint(llama_checkpoint, tensors=extra))
 
 

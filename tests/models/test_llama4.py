@@ -249,7 +249,7 @@ def test_weights_without_a_place_are_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(UnsupportedModelError) as refusal:
         logits_of(Llama4Model, changed, PROMPT)
     assert str(refusal.value) == (
-        "The checkpoint holds 1 tensors that the model of its config has no place for, 'vision_model.class_embedding' "
+        "The checkpoint holds 1 tensor that the model of its config has no place for, 'vision_model.class_embedding' "
         "the first. The model is a variant that is not computed here, or the config is wrong."
     )
 

@@ -66,25 +66,33 @@ def _attend_tile(
     without, every one sees all.
     """
     positions = first_key + tl.arange(0, BLOCK_N)
-    is_read = (positions < end) & ((positions >= lower) | (positions < KEEP_FIRST))
-    block_ids = tl.load(table_row + positions // BLOCK_SIZE, mask=is_read, other=0)
-    # Entry 0 is the null block: nothing is in it.
-    is_read = is_read & (block_ids != 0)
+    if IS_MASKED:
+        is_read = (positions < end) & ((positions >= lower) | (positions < KEEP_FIRST))
+        block_ids = tl.load(table_row + positions // BLOCK_SIZE, mask=is_read, other=0)
+        # Entry 0 is the null block: nothing is in it.
+        is_read = is_read & (block_ids != 0)
+    else:
+        # True, in a form that costs nothing: masks that hide nothing take a quarter of the loop's instructions.
+        is_read = positions >= 0
+        block_ids = tl.load(table_row + positions // BLOCK_SIZE)
     slots = block_ids.to(tl.int64) * stride_page + (positions % BLOCK_SIZE) * stride_slot
     dims = tl.arange(0, BLOCK_D)
     in_tile = is_read[:, None]
     if HEAD_MAIN != BLOCK_D:
         in_tile = in_tile & (dims < HEAD_MAIN)[None, :]
+    HAS_MASK: tl.constexpr = IS_MASKED or HEAD_MAIN != BLOCK_D
     places = slots[:, None] + dims[None, :]
 
-    key = load_numbers(keys + places, in_tile, FORMAT, COMPUTE)
+    key = load_numbers(keys + places, in_tile, HAS_MASK, FORMAT, HAS_SCALES, COMPUTE)
     scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
     if HEAD_REST > 0:
         rest_dims = tl.arange(0, BLOCK_REST)
         rest = load_numbers(
             keys + HEAD_MAIN + slots[:, None] + rest_dims[None, :],
             is_read[:, None] & (rest_dims < HEAD_REST)[None, :],
+            True,
             FORMAT,
+            HAS_SCALES,
             COMPUTE,
         )
         scores += tl.dot(queries_rest, tl.trans(rest), input_precision="ieee")
@@ -94,20 +102,23 @@ def _attend_tile(
         scores = scores * key_scale[None, :]
     scores = scores * score_factor
     if HAS_CAP:
-        # cap * tanh(x), x = ln(2) / 2 * scores: the factor holds what makes it so.
-        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
+        # cap * tanh(x): the factor makes scores of 2 * log2(e) * x. Where x is small, the first terms of the series,
+        # since the difference has no digits left there.
+        x = scores * (0.5 * LN_2)
+        square = x * x
+        series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+        scores = cap * tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp2(scores) + 1.0))
 
-    is_seen = is_read[None, :]
     if IS_MASKED:
         is_near = positions[None, :] <= query_positions[:, None]
-        is_seen = is_seen & is_near
+        is_seen = is_read[None, :] & is_near
         if WINDOW > 0:
             is_near = is_near & (positions[None, :] > query_positions[:, None] - WINDOW)
         if CHUNK > 0:
             is_near = is_near & (positions[None, :] >= (query_positions - query_positions % CHUNK)[:, None])
         if WINDOW > 0 or CHUNK > 0:
             is_seen = is_seen & (is_near | (positions < KEEP_FIRST)[None, :])
-    scores = tl.where(is_seen, scores, float("-inf"))
+        scores = tl.where(is_seen, scores, float("-inf"))
 
     # numpy warns of a maximum of NaN alone.
     comparable = tl.where(scores == scores, scores, float("-inf")) if INTERPRETED else scores
@@ -118,7 +129,7 @@ def _attend_tile(
     shrink = tl.exp2(highest - base)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None]
-    value = key if VALUE_IS_KEY else load_numbers(values + places, in_tile, FORMAT, COMPUTE)
+    value = key if VALUE_IS_KEY else load_numbers(values + places, in_tile, HAS_MASK, FORMAT, HAS_SCALES, COMPUTE)
     if HAS_SCALES:
         value_scale = key_scale if VALUE_IS_KEY else tl.load(value_scales + scale_slots, mask=is_read, other=0.0)
         weights = weights * value_scale[None, :]
@@ -238,14 +249,16 @@ def attention_kernel(
     query_places = (first_token + tokens).to(tl.int64) * stride_query_token + heads * stride_query_head
     dims = tl.arange(0, BLOCK_D)
     in_query = is_line[:, None] & (dims < HEAD_MAIN)[None, :]
-    queries = load_numbers(query + query_places[:, None] + dims[None, :], in_query, "float", COMPUTE)
+    queries = load_numbers(query + query_places[:, None] + dims[None, :], in_query, True, "float", False, COMPUTE)
     queries_rest = queries
     if HEAD_REST > 0:
         rest_dims = tl.arange(0, BLOCK_REST)
         queries_rest = load_numbers(
             query + HEAD_MAIN + query_places[:, None] + rest_dims[None, :],
             is_line[:, None] & (rest_dims < HEAD_REST)[None, :],
+            True,
             "float",
+            False,
             COMPUTE,
         )
 

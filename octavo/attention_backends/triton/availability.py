@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -36,6 +37,7 @@ class Surroundings:
         is_nvidia: Whether torch was built for NVIDIA GPUs or for none, and not for others.
         num_gpus: GPUs that torch sees.
         device: What the rules know of the spec's device; None when there is no such GPU.
+        has_compiler: Whether there is a C compiler, with which Triton builds what starts its kernels on a GPU.
     """
 
     triton_version: str | None
@@ -43,6 +45,7 @@ class Surroundings:
     is_nvidia: bool
     num_gpus: int
     device: Device | None
+    has_compiler: bool = True
 
 
 def look_around(device: str) -> Surroundings:
@@ -54,7 +57,12 @@ def look_around(device: str) -> Surroundings:
     is_nvidia = torch.version.hip is None
     num_gpus = torch.cuda.device_count()
     return Surroundings(
-        _triton_version(), _is_interpreted(), is_nvidia, num_gpus, _device(device, num_gpus if is_nvidia else 0)
+        _triton_version(),
+        _is_interpreted(),
+        is_nvidia,
+        num_gpus,
+        _device(device, num_gpus if is_nvidia else 0),
+        _has_compiler(),
     )
 
 
@@ -103,6 +111,11 @@ def _about_device(spec: AttentionSpec, found: Surroundings) -> Iterator[str]:
         yield (
             f"device {spec.device!r} is a GPU, and TRITON_INTERPRET=1 has the kernels interpreted on the CPU; unset it "
             "before Python starts."
+        )
+    elif not found.has_compiler:
+        yield (
+            "Triton needs a C compiler to start kernels, and none is there; install gcc and Python's headers "
+            "(python3-dev), or name one in the variable CC."
         )
 
 
@@ -164,6 +177,11 @@ def _is_interpreted() -> bool:
     if _KERNELS in sys.modules:
         return bool(sys.modules[_KERNELS].INTERPRETED.value)
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def _has_compiler() -> bool:
+    # As triton/runtime/build.py looks for one.
+    return "CC" in os.environ or any(map(shutil.which, ("clang", "gcc")))
 
 
 def _device(name: str, num_gpus: int) -> Device | None:

@@ -22,12 +22,14 @@ ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def decode(stored, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
+def decode(stored, FORMAT: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
     """Return what stored numbers stand for, without a scale. Codes are exact in every type to compute in.
 
     Args:
         stored: As loaded; codes of fp8 as uint8.
         FORMAT: "float", "fp8_e4m3" or "int8".
+        HAS_SCALES: Whether each vector has a scale, which is NaN where a number is. The code for NaN in int8 then
+            need not be looked for, which takes longer than reading it.
         COMPUTE: Type of the result.
     """
     if FORMAT == "fp8_e4m3":
@@ -39,7 +41,7 @@ def decode(stored, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
             numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers).to(COMPUTE)
         else:
             numbers = stored.to(tl.float8e4nv, bitcast=True).to(COMPUTE)
-    elif FORMAT == "int8":
+    elif FORMAT == "int8" and not HAS_SCALES:
         numbers = tl.where(stored == -128, float("nan"), stored.to(COMPUTE))
     elif INTERPRETED and stored.dtype == tl.bfloat16:
         # A bfloat16 is the upper half of a float32.
@@ -50,9 +52,12 @@ def decode(stored, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(places, mask, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
-    """Load numbers as `decode` returns them. What is masked is not read, and comes as 0."""
-    return decode(tl.load(places, mask=mask, other=0), FORMAT, COMPUTE)
+def load_numbers(
+    places, mask, HAS_MASK: tl.constexpr, FORMAT: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Load numbers as `decode` returns them. With HAS_MASK, what is masked is not read, and comes as 0."""
+    stored = tl.load(places, mask=mask, other=0) if HAS_MASK else tl.load(places)
+    return decode(stored, FORMAT, HAS_SCALES, COMPUTE)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def gather_kernel(
     places = slot // BLOCK_SIZE * stride_page + slot % BLOCK_SIZE * stride_slot
     numbers = tl.load(keys + places[:, None] + dims[None, :], mask=in_output, other=0)
     if FORMAT != "float" or numbers.dtype != output.dtype.element_ty:
-        numbers = decode(numbers, FORMAT, tl.float32)
+        numbers = decode(numbers, FORMAT, False, tl.float32)
         if HAS_SCALES:
             scale_places = slot // BLOCK_SIZE * stride_page_scale + slot % BLOCK_SIZE * stride_slot_scale
             numbers = numbers * tl.load(key_scales + scale_places, mask=is_key, other=0.0)[:, None]

@@ -122,24 +122,26 @@ def decode_tile(spec: AttentionSpec, device: Device, wishes: Wishes) -> Tile:
 
     | numbers in a head | lines | keys | warps | stages |
     |---|---|---|---|---|
-    | up to 128 | the group, 16 to 64 | 64 | 4 | 3 |
-    | up to 256 | the group, 16 to 32 | 32 | 4 | 3 |
-    | more | the group, 16 to 32 | 32, 16 of quantised formats | 8 | 2 |
+    | up to 128 | the group, 16 to 64 | 32 | 4 | 5 |
+    | up to 256 | the group, 16 to 32 | 32 | 4 | 5 |
+    | more | the group, 16 to 32 | 32, 16 of quantised formats | 8 | 5 |
 
-    A step is bound by reading keys and values, so tiles are as small as lets several programs run side by side. In
-    float32, whose products use no tensor cores but many registers, 16 lines, 16 keys and 8 warps. Rules of thumb, made
-    so that the registers suffice; where shared memory is short, `fitting` takes from stages, then from keys.
+    A step is bound by reading keys and values, so tiles are as small as lets several programs run side by side. Keys
+    are found through the block table, by two loads of which one waits for the other, so that the compiler has the next
+    tile under way only from five stages on. In float32, whose products use no tensor cores but many registers, 16
+    lines, 16 keys and 8 warps. Rules of thumb, made so that the registers suffice; where shared memory is short,
+    `fitting` takes from stages, then from keys.
     """
     dims, group = HeadDims.of(spec, device), spec.num_query_heads // spec.num_kv_heads
     if device.is_interpreted:
         return _wished(Tile(min(next_power_of_two(group), 128), _interpreted_keys(dims), 4, 1), wishes)
     if dims.main_block <= 128:
-        tile = Tile(min(next_power_of_two(group, SMALLEST_TILE), 64), 64, 4, 3)
+        tile = Tile(min(next_power_of_two(group, SMALLEST_TILE), 64), 32, 4, 5)
     elif dims.main_block <= 256:
-        tile = Tile(min(next_power_of_two(group, SMALLEST_TILE), 32), 32, 4, 3)
+        tile = Tile(min(next_power_of_two(group, SMALLEST_TILE), 32), 32, 4, 5)
     else:
         keys = 16 if KV_FORMATS[spec.kv_dtype].is_quantised else 32
-        tile = Tile(min(next_power_of_two(group, SMALLEST_TILE), 32), keys, 8, 2)
+        tile = Tile(min(next_power_of_two(group, SMALLEST_TILE), 32), keys, 8, 5)
     if compute_type(spec, device) == "float32":
         tile = Tile(SMALLEST_TILE, SMALLEST_TILE, 8, tile.num_stages)
     return fitting(_wished(tile, wishes), spec, device)
@@ -150,11 +152,11 @@ def prefill_tile(spec: AttentionSpec, device: Device, wishes: Wishes) -> Tile:
 
     | numbers in a head | lines | keys | warps | stages |
     |---|---|---|---|---|
-    | up to 128 | 128 | 64 | 8 | 3 |
-    | up to 256 | 64 | 32 | 8 | 3 |
-    | more | 32 | 32 | 8 | 2 |
+    | up to 128 | 128 | 64 | 8 | 5 |
+    | up to 256 | 64 | 32 | 8 | 5 |
+    | more | 32 | 32 | 8 | 5, 3 of quantised formats |
 
-    Below compute capability 9.0 at most 32 keys, and for quantised formats at most 64 lines. In float32 a quarter of
+    For quantised formats at most 64 lines, and below compute capability 9.0 at most 32 keys. In float32 a quarter of
     the lines, at least 16, and 16 keys. Rules of thumb, made so that the registers suffice; `tuning.py` starts from
     them.
     """
@@ -162,14 +164,15 @@ def prefill_tile(spec: AttentionSpec, device: Device, wishes: Wishes) -> Tile:
     if device.is_interpreted:
         return _wished(Tile(128, _interpreted_keys(dims), 4, 1), wishes)
     if dims.main_block <= 128:
-        tile = Tile(128, 64, 8, 3)
+        tile = Tile(128, 64, 8, 5)
     elif dims.main_block <= 256:
-        tile = Tile(64, 32, 8, 3)
+        tile = Tile(64, 32, 8, 5)
     else:
-        tile = Tile(32, 32, 8, 2)
+        tile = Tile(32, 32, 8, 3 if KV_FORMATS[spec.kv_dtype].is_quantised else 5)
     if device.capability is not None and device.capability < (9, 0):
-        lines = min(tile.lines, 64) if KV_FORMATS[spec.kv_dtype].is_quantised else tile.lines
-        tile = Tile(lines, min(tile.keys, 32), tile.num_warps, tile.num_stages)
+        tile = Tile(tile.lines, min(tile.keys, 32), tile.num_warps, tile.num_stages)
+    if KV_FORMATS[spec.kv_dtype].is_quantised:
+        tile = Tile(min(tile.lines, 64), tile.keys, tile.num_warps, tile.num_stages)
     if compute_type(spec, device) == "float32":
         tile = Tile(max(tile.lines // 4, SMALLEST_TILE), SMALLEST_TILE, 8, 2)
     return fitting(_wished(tile, wishes), spec, device)
@@ -238,8 +241,18 @@ def vectors_per_program(dims: int, device: Device) -> int:
     return max(numbers // dims, 1)
 
 
+def joined_vectors_per_program(dims: int, device: Device) -> int:
+    """Return how many vectors of `dims` numbers, a power of two, a program joins the splits of.
+
+    Few: splits are many where rows are few, and are read one after another.
+    """
+    return vectors_per_program(dims, device) if device.is_interpreted else max(256 // dims, 1)
+
+
 def _interpreted_keys(dims: HeadDims) -> int:
-    return min(max(INTERPRETED_NUMBERS // (dims.main_block + dims.rest_block), 32), 128)
+    # The largest power of two that is not above it: blocks of a latent and of its rest are of two sizes.
+    keys = INTERPRETED_NUMBERS // (dims.main_block + dims.rest_block)
+    return min(max(1 << max(keys, 1).bit_length() - 1, 32), 128)
 
 
 def _wished(tile: Tile, wishes: Wishes) -> Tile:

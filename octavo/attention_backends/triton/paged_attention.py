@@ -26,6 +26,7 @@ from octavo.attention_backends.triton.heuristics import (
     HeadDims,
     compute_type,
     decode_tile,
+    joined_vectors_per_program,
     next_power_of_two,
     num_splits,
     prefill_tile,
@@ -35,7 +36,7 @@ from octavo.attention_backends.triton.launch import Start, start
 from octavo.attention_backends.triton.options import TritonOptions
 from octavo.attention_backends.triton.pages import BoundPages
 from octavo.attention_backends.triton.split_kernel import join_splits_kernel
-from octavo.attention_backends.triton.tuning import tuned_attention_kernel
+from octavo.attention_backends.triton.tuning import LEAST_TIMED_TILES, tuned_attention_kernel
 from octavo.attention_backends.triton.write_kernel import write_kernel
 from octavo.core.interfaces.attention import AttentionBatch, AttentionSpec
 from octavo.core.interfaces.kv_format import KV_FORMATS
@@ -44,6 +45,8 @@ from octavo.core.interfaces.kv_format import KV_FORMATS
 FUSED = {"enable_fp_fusion": True}
 # Quantising has to round as `KVFormat.quantise` does, operation by operation.
 UNFUSED = {"enable_fp_fusion": False}
+# More than any context has.
+MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Plan:
         splits: Partial results of decode rows, float32, which the layers of a step write one after another. None for
             a single pass, and where there are no decode rows.
         tiles: Row and first line of each program of the other rows, int32; None where there are none. [num_tiles, 2]
+        is_long: Whether these programs have enough keys, on average, that timing them means something.
     """
 
     num_tokens: int
@@ -83,6 +87,7 @@ class Plan:
     block_table: Tensor
     splits: Results | None
     tiles: Tensor | None
+    is_long: bool = False
 
 
 class PagedAttention:
@@ -122,9 +127,10 @@ class PagedAttention:
             "HEAD_REST": dims.rest,
             "BLOCK_D": dims.main_block,
             "BLOCK_REST": dims.rest_block,
-            "WINDOW": spec.window or 0,
-            "CHUNK": spec.chunk or 0,
-            "KEEP_FIRST": spec.keep_first,
+            # Positions are int32 there. What is longer than any context limits nothing.
+            "WINDOW": _limit(spec.window),
+            "CHUNK": _limit(spec.chunk),
+            "KEEP_FIRST": min(spec.keep_first, MOST_TOKENS),
             "HAS_CAP": spec.soft_cap is not None,
             "HAS_SINKS": spec.sinks,
             "VALUE_IS_KEY": spec.value_is_key_prefix,
@@ -157,7 +163,7 @@ class PagedAttention:
         }
         self._is_tuned = options.tune and options.num_warps is None and options.num_stages is None
         self._tuned_kernel = tuned_attention_kernel(self.prefill_tile, spec, device)
-        self._join_block = vectors_per_program(dims.main_block, device)
+        self._join_block = joined_vectors_per_program(dims.main_block, device)
         self._join = {**FUSED, "HEAD": dims.main, "BLOCK_D": dims.main_block, "BLOCK_V": self._join_block}
         block = next_power_of_two(spec.head_dim)
         self._vector_block = vectors_per_program(block, device)
@@ -171,14 +177,17 @@ class PagedAttention:
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Cut a step into programs. Of decode rows, only shapes are looked at."""
+        tiles, is_long = self._tiles(batch) if batch.num_decode_rows < batch.num_rows else (None, False)
         return Plan(
             batch.num_tokens if batch.num_decode_rows < batch.num_rows else batch.num_rows,
             batch.num_decode_rows,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_table,
+            # The kernels take it that numbers lie next to each other, as the engine has them.
+            batch.query_starts.contiguous(),
+            batch.context_lens.contiguous(),
+            _with_numbers_in_a_row(batch.block_table),
             self._splits(batch.num_decode_rows, batch.block_table.shape[1]),
-            self._tiles(batch) if batch.num_decode_rows < batch.num_rows else None,
+            tiles,
+            is_long,
         )
 
     def write(self, key: Tensor, value: Tensor | None, pages: BoundPages, slots: Tensor) -> None:
@@ -197,7 +206,7 @@ class PagedAttention:
                 (-(-num_vectors // self._vector_block),),
                 key,
                 value,
-                slots,
+                slots.contiguous(),
                 pages.keys,
                 pages.values,
                 pages.key_scales,
@@ -241,7 +250,7 @@ class PagedAttention:
                 self._start(
                     gather_kernel,
                     (-(-len(slots) // self._vector_block),),
-                    slots,
+                    slots.contiguous(),
                     pages.keys,
                     pages.key_scales,
                     output,
@@ -263,22 +272,25 @@ class PagedAttention:
             output = torch.empty(shape, dtype=torch.float32, device=self._torch_device)
             return Results(count, output, torch.empty(shape[:3], dtype=torch.float32, device=self._torch_device))
 
-    def _tiles(self, batch: AttentionBatch) -> Tensor | None:
-        """List the programs of the rows that are no decode rows, those with the most keys first."""
+    def _tiles(self, batch: AttentionBatch) -> tuple[Tensor | None, bool]:
+        """List the programs of rows that are no decode rows, the longest first; and say whether they are long."""
         rows, block = np.arange(batch.num_decode_rows, batch.num_rows), self.prefill_tile.lines
         query_lens = np.diff(batch.query_starts_host)[rows].astype(np.int64)
         num_lines = query_lens * self._group
         tiles_of_row = -(-num_lines // block)
         total = int(tiles_of_row.sum())
         if not total:
-            return None
+            return None, False
         first_of_row = np.cumsum(tiles_of_row) - tiles_of_row
         first_line = (np.arange(total) - np.repeat(first_of_row, tiles_of_row)) * block
         last_line = np.minimum(first_line + block, np.repeat(num_lines, tiles_of_row)) - 1
         first_position = np.repeat(batch.context_lens_host[rows] - query_lens, tiles_of_row)
-        order = np.argsort(-(first_position + last_line // self._group), kind="stable")
+        num_keys = first_position + last_line // self._group + 1
+        order = np.argsort(-num_keys, kind="stable")
+        most_seen = min(self.spec.window or num_keys.max(), self.spec.chunk or num_keys.max())
+        is_long = bool(np.minimum(num_keys, most_seen).mean() >= LEAST_TIMED_TILES * self.prefill_tile.keys)
         tiles: NDArray[np.int32] = np.stack((np.repeat(rows, tiles_of_row), first_line), axis=1)[order].astype(np.int32)
-        return torch.from_numpy(tiles).to(self._torch_device, non_blocking=True)
+        return torch.from_numpy(tiles).to(self._torch_device, non_blocking=True), is_long
 
     def _attend_decode_rows(
         self, query: Tensor, pages: BoundPages, plan: Plan, sinks: Tensor | None, results: Results
@@ -308,7 +320,7 @@ class PagedAttention:
     ) -> None:
         grid = (len(tiles), self.spec.num_kv_heads, 1)
         # Timing pays, and means something, where the GPU has enough to do.
-        is_large = grid[0] * grid[1] >= 2 * self._device.num_processors
+        is_large = plan.is_long and grid[0] * grid[1] >= 2 * self._device.num_processors
         if self._is_tuned and is_large and not self._is_capturing():
             self._attend(self._tuned_kernel, grid, self._prefill_tuned, query, pages, plan, tiles, sinks, results)
         else:
@@ -334,7 +346,7 @@ class PagedAttention:
             pages.values,
             pages.key_scales,
             pages.value_scales,
-            sinks,
+            None if sinks is None else sinks.contiguous(),
             results.output,
             results.lse,
             plan.query_starts,
@@ -363,6 +375,11 @@ class PagedAttention:
         if self._torch_device.type != "cuda" or index is None or index == torch.cuda.current_device():
             return nullcontext()
         return torch.cuda.device(index)
+
+
+def _limit(size: int | None) -> int:
+    """Return a window or a chunk as the kernels have it: 0 for none."""
+    return 0 if size is None or size >= MOST_TOKENS else size
 
 
 def _with_numbers_in_a_row(vectors: Tensor) -> Tensor:

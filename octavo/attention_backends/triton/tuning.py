@@ -17,9 +17,13 @@ from octavo.attention_backends.triton.heuristics import Device, Tile, shared_byt
 from octavo.core.interfaces.attention import AttentionSpec
 
 # Few, since each is compiled first.
-CANDIDATES = ((4, 3), (8, 2), (8, 3), (8, 5))
+CANDIDATES = ((4, 3), (4, 5), (8, 3), (8, 5), (8, 7))
+# Key tiles of a program, on average, below which neither warps nor stages show.
+LEAST_TIMED_TILES = 16
 NUM_WARMUPS = 2
 NUM_TIMED = 5
+# Calls between two events. While one runs the next is started, so that it is the kernels that are timed.
+NUM_CALLS = 8
 
 
 def candidates(tile: Tile, spec: AttentionSpec, device: Device) -> list[Tile]:
@@ -44,7 +48,7 @@ def tuned_attention_kernel(tile: Tile, spec: AttentionSpec, device: Device) -> A
 
 
 def _milliseconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Time a call. Triton's own way takes 256 MB to clear the cache, which the KV cache may have left no room for.
+    """Time some calls together. Triton's own way takes 256 MB to clear the cache, for which there may be no room.
 
     Returns:
         The median, as often as there are quantiles.
@@ -54,7 +58,8 @@ def _milliseconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
-        call()
+        for _ in range(NUM_CALLS):
+            call()
         end.record()
         end.synchronize()
         if number >= NUM_WARMUPS:

@@ -24,9 +24,9 @@ def _store_vectors(
     vectors = tl.load(source + source_places, mask=in_vectors, other=0.0)
     if FORMAT == "float":
         if vectors.dtype != pages.dtype.element_ty:
-            vectors = round_to(decode(vectors, FORMAT, tl.float32), pages.dtype.element_ty)
+            vectors = round_to(decode(vectors, FORMAT, False, tl.float32), pages.dtype.element_ty)
     else:
-        numbers = decode(vectors, "float", tl.float32)
+        numbers = decode(vectors, "float", False, tl.float32)
         if HAS_SCALES:
             scale = scale_of(numbers, FORMAT)
             numbers = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape))

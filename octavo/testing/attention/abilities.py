@@ -115,6 +115,8 @@ SIZES: Mapping[str, tuple[Changes, ...]] = MappingProxyType(
         "large_chunk": ({"chunk": 240},),
         "large_keep_first": ({"keep_first": 70},),
         "large_soft_cap": ({"soft_cap": 30.0, "scale": 1.0},),
+        # Far above the scores, where it changes nothing, so that a formula must not lose their digits.
+        "huge_soft_cap": ({"soft_cap": 5000.0},),
         "small_scale": ({"scale": 0.002},),
         "float16_and_bfloat16_cache": ({"dtype": "float16", "kv_dtype": "bfloat16"},),
         "bfloat16_and_float16_cache": ({"dtype": "bfloat16", "kv_dtype": "float16"},),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +173,21 @@ class NumberTests(AttentionExercise):
             is_nan = output[[0, 1, 6], -group_size:].isnan()
             if not (is_nan.all() if name == "keys" else is_nan[..., 3].all()):
                 raise trial.fault(f"NaN among the {name} that a query sees is lost: its output is finite.")
+
+    @over(FORMATS)
+    def test_scores_of_nan_alone_are_not_lost(self, trial: Trial) -> None:
+        """A NaN query, and keys that all are NaN, make all scores NaN, which is not the same as seeing nothing."""
+        drawn = trial.rows([(1, 1), (1, 30), (5, 5), (5, 36)]).case
+        for name in ("queries", "keys"):
+            sick: list[dict[str, Any]] = [{name: torch.full_like(getattr(row, name), torch.nan)} for row in drawn.rows]
+            case = replace(drawn, rows=[replace(row, **nan) for row, nan in zip(drawn.rows, sick, strict=True)])
+            trial.cases.append(case)
+            backend = trial.make_backend(trial.spec)
+            output = trial.output_of(
+                backend, case.queries(), trial.fill(backend, case), backend.plan(case.batch()), case.sinks
+            )
+            if not output.isnan().all():
+                raise trial.fault(f"All {name} are NaN, and the output has finite numbers.")
 
     @over(tuple(QUANTISED))
     def test_outliers_are_cut_off_or_scaled(self, trial: Trial) -> None:

@@ -16,7 +16,7 @@ from octavo.attention_backends.triton.options import TritonOptions
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_cache_spec import FullAttentionSpec
 from octavo.errors import ConfigError, PluginUnsuitable
-from octavo.testing.attention.oracle import kv_cache_spec_for, make_batch
+from octavo.testing.attention.oracle import kv_cache_spec_for, make_batch, random_case
 
 interpreted_only = pytest.mark.skipif(DEVICE != "cpu", reason="looks at what the interpreter does")
 
@@ -279,3 +279,30 @@ def test_what_cannot_be_served_is_refused_with_the_reasons() -> None:
         "triton cannot serve this attention: dtype 'float64' is not one of float32, float16, bfloat16. head_dim_v 8 "
         "differs from head_dim 16, which is served only with value_is_key_prefix."
     )
+
+
+def test_a_window_longer_than_any_context_is_none() -> None:
+    far = replace(PLAIN, window=1 << 33, chunk=1 << 40, keep_first=1 << 33)
+    case = random_case(np.random.default_rng(3), PLAIN)
+    wanted, _ = case.run(TritonBackend(PLAIN))
+    got, _ = replace(case, spec=far).run(TritonBackend(far))
+    assert torch.equal(got, wanted)
+
+
+def test_tensors_of_a_batch_may_lie_apart() -> None:
+    case = random_case(np.random.default_rng(4), PLAIN)
+    backend, batch = TritonBackend(PLAIN), case.batch()
+    kv_cache = case.filled_cache(backend)
+    names = ("query_starts", "context_lens", "block_table", "slots")
+    apart = replace(batch, **{name: _apart(getattr(batch, name)) for name in names})
+    wanted = backend.attend(case.queries(), kv_cache, backend.plan(batch))
+    keys, values = case.new_keys_and_values()
+    backend.write(keys, values, kv_cache, apart.slots)
+    assert torch.equal(backend.attend(case.queries(), kv_cache, backend.plan(apart)), wanted)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return equal numbers, of which every other place in memory holds another one."""
+    wide = torch.full((*tensor.shape, 2), 77, dtype=tensor.dtype)
+    wide[..., 0] = tensor
+    return wide[..., 0]

@@ -70,6 +70,12 @@ ON_GPU = Surroundings("3.9.0", is_interpreted=False, is_nvidia=True, num_gpus=1,
             "device 'cuda:0' is a GPU, and TRITON_INTERPRET=1 has the kernels interpreted on the CPU; unset it before "
             "Python starts.",
         ),
+        (
+            {},
+            replace(ON_GPU, has_compiler=False),
+            "Triton needs a C compiler to start kernels, and none is there; install gcc and Python's headers "
+            "(python3-dev), or name one in the variable CC.",
+        ),
         ({"dtype": "float64"}, ON_GPU, "dtype 'float64' is not one of float32, float16, bfloat16."),
         (
             {"kv_dtype": "float64"},

@@ -16,6 +16,7 @@ from octavo.attention_backends.triton.heuristics import (
     Tile,
     compute_type,
     decode_tile,
+    joined_vectors_per_program,
     num_splits,
     prefill_tile,
     shared_bytes,
@@ -57,15 +58,15 @@ def test_heads_are_padded_to_powers_of_two(spec: AttentionSpec, dims: HeadDims) 
 @pytest.mark.parametrize(
     ("spec", "device", "tile"),
     [
-        (heads_of(64), H100, Tile(16, 64, 4, 3)),
-        (heads_of(128, num_kv_heads=1), H100, Tile(32, 64, 4, 3)),
-        (heads_of(128, num_query_heads=256, num_kv_heads=1), H100, Tile(64, 64, 4, 3)),
-        (heads_of(256), H100, Tile(16, 32, 4, 3)),
-        (LATENT, H100, Tile(32, 32, 8, 2)),
-        (replace(LATENT, kv_dtype="int8"), H100, Tile(32, 16, 8, 2)),
-        (heads_of(512), H100, Tile(16, 32, 8, 2)),
-        (heads_of(128, dtype="float32", kv_dtype="float32"), H100, Tile(16, 16, 8, 3)),
-        (heads_of(128, kv_dtype="int8"), A100, Tile(16, 64, 4, 3)),
+        (heads_of(64), H100, Tile(16, 32, 4, 5)),
+        (heads_of(128, num_kv_heads=1), H100, Tile(32, 32, 4, 5)),
+        (heads_of(128, num_query_heads=256, num_kv_heads=1), H100, Tile(64, 32, 4, 5)),
+        (heads_of(256), H100, Tile(16, 32, 4, 5)),
+        (LATENT, H100, Tile(32, 32, 8, 5)),
+        (replace(LATENT, kv_dtype="int8"), H100, Tile(32, 16, 8, 5)),
+        (heads_of(512), H100, Tile(16, 32, 8, 5)),
+        (heads_of(128, dtype="float32", kv_dtype="float32"), H100, Tile(16, 16, 8, 5)),
+        (heads_of(128, kv_dtype="int8"), A100, Tile(16, 32, 4, 5)),
         (replace(MLA, num_query_heads=5), INTERPRETER, Tile(8, 128, 4, 1)),
     ],
 )
@@ -76,13 +77,14 @@ def test_tiles_of_decode_rows(spec: AttentionSpec, device: Device, tile: Tile) -
 @pytest.mark.parametrize(
     ("spec", "device", "tile"),
     [
-        (heads_of(64), H100, Tile(128, 64, 8, 3)),
-        (heads_of(128), H100, Tile(128, 64, 8, 3)),
-        (heads_of(128), A100, Tile(128, 32, 8, 3)),
-        (heads_of(128, kv_dtype="int8"), A100, Tile(64, 32, 8, 3)),
-        (heads_of(128, kv_dtype="int8"), H100, Tile(128, 64, 8, 3)),
-        (heads_of(256), H100, Tile(64, 32, 8, 3)),
-        (LATENT, H100, Tile(32, 32, 8, 2)),
+        (heads_of(64), H100, Tile(128, 64, 8, 5)),
+        (heads_of(128), H100, Tile(128, 64, 8, 5)),
+        (heads_of(128), A100, Tile(128, 32, 8, 5)),
+        (heads_of(128, kv_dtype="int8"), A100, Tile(64, 32, 8, 5)),
+        (heads_of(128, kv_dtype="int8"), H100, Tile(64, 64, 8, 5)),
+        (replace(LATENT, kv_dtype="int8"), H100, Tile(32, 32, 8, 3)),
+        (heads_of(256), H100, Tile(64, 32, 8, 5)),
+        (LATENT, H100, Tile(32, 32, 8, 5)),
         (heads_of(128, dtype="float32", kv_dtype="float32"), H100, Tile(32, 16, 8, 2)),
         (heads_of(512, dtype="float32", kv_dtype="float32"), H100, Tile(16, 16, 8, 2)),
         (PLAIN, INTERPRETER, Tile(128, 128, 4, 1)),
@@ -171,3 +173,16 @@ def test_what_is_timed_begins_with_the_rule_and_fits() -> None:
     assert all(shared_bytes(each, GPU_SPEC, RTX) <= RTX.shared_bytes for each in timed)
     assert {(each.lines, each.keys) for each in timed} == {(tile.lines, tile.keys)}
     assert candidates(tile, GPU_SPEC, INTERPRETER) == [tile]
+
+
+@pytest.mark.parametrize(("main", "rest", "keys"), [(64, 32, 64), (128, 32, 32), (128, 64, 32), (512, 64, 32)])
+def test_the_interpreter_takes_a_power_of_two_of_keys_whatever_a_latent_is_made_of(
+    main: int, rest: int, keys: int
+) -> None:
+    spec = replace(MLA, head_dim=main + rest, head_dim_v=main)
+    assert decode_tile(spec, INTERPRETER, DEFAULT).keys == prefill_tile(spec, INTERPRETER, DEFAULT).keys == keys
+
+
+def test_splits_are_joined_by_many_small_programs() -> None:
+    assert joined_vectors_per_program(128, H100) == 2
+    assert joined_vectors_per_program(512, H100) == 1

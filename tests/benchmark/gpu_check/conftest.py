@@ -44,13 +44,14 @@ def told(reported: Callable[[], list[dict]]) -> Callable[[], list[Line]]:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the path of processes, with a package that registers attention backends from `odd.py`.
 
-    `crooked` is wrong by a factor, `raising` raises, `hanging` never returns; each in `attend`.
+    `crooked` is wrong by a factor, `raising` raises, `hanging` never returns; each in `attend`. `broken` cannot be
+    loaded.
     """
     folder = tmp_path / "site"
     info = folder / "odd-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
-    names = {"crooked": "Crooked", "raising": "Raising", "hanging": "Hanging"}
+    names = {"crooked": "Crooked", "raising": "Raising", "hanging": "Hanging", "broken": "NotThere"}
     entries = "\n".join(f"{name} = odd:{kind}" for name, kind in names.items())
     (info / "entry_points.txt").write_text(f"[octavo.attention_backends]\n{entries}\n")
     (folder / "odd.py").write_text(ODD_BACKENDS)

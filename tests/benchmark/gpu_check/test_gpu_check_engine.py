@@ -111,7 +111,7 @@ def on_a_gpu(monkeypatch):
     return make
 
 
-def test_graphs_must_give_the_tokens_of_eager_steps(on_a_gpu, reported, told):
+def test_a_difference_between_graphs_and_eager_steps_is_said_and_the_reference_decides(on_a_gpu, reported, told):
     engines = on_a_gpu(REFERENCE, Answer([[5, 5, 6], [5, 5]], []), "captured 4 CUDA graphs for decode steps")
     engines.try_setup(Setup("triton", "bfloat16"))
     assert [(line.what, line.status, line.text) for line in told()] == [
@@ -121,10 +121,24 @@ def test_graphs_must_give_the_tokens_of_eager_steps(on_a_gpu, reported, told):
             "passed",
             "4 of 5 tokens before a first difference, where the reference had the other token 0.25 nats below its best",
         ),
-        ("triton, bfloat16, CUDA graphs against eager", "failed", "only 4 of 5 tokens before a first difference"),
+        (
+            "triton, bfloat16, CUDA graphs against eager",
+            "measured",
+            "4 of 5 tokens before a first difference; sums have another order there",
+        ),
     ]
     steps = [event["step"] for event in reported() if event["event"] == "step"]
     assert steps == ["torch_sdpa on the CPU", "eager", "CUDA graphs"]
+
+
+def test_graphs_fail_where_their_tokens_are_less_likely_than_rounding_explains(on_a_gpu, told):
+    engines = on_a_gpu(REFERENCE, Answer([[5, 5, 7], [5, 5]], []), "captured 4 CUDA graphs for decode steps")
+    engines.try_setup(Setup("triton", "bfloat16"))
+    assert [(line.what, line.status) for line in told()] == [
+        ("triton, bfloat16, eager", "passed"),
+        ("triton, bfloat16, CUDA graphs", "failed"),
+        ("triton, bfloat16, CUDA graphs against eager", "measured"),
+    ]
 
 
 def test_equal_tokens_of_graphs_pass(on_a_gpu, told):

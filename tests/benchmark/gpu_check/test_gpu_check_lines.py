@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from gpu_check.lines import Line, Report, Target, first_line, last_lines, rate
+from gpu_check.lines import Line, Report, Target, first_line, first_sentence, last_lines, rate
 
 
 def report_with(*lines):
@@ -56,17 +56,21 @@ def test_the_table_has_a_row_a_line_and_a_sentence_below():
     assert summary == "4 lines in 0 s: 2 measured, 1 failed, 1 not run; targets: 1 of 2 met."
 
 
-def test_the_table_cuts_long_texts_and_the_line_before_does_not():
-    text = "a reason\nof two lines " + "and many words " * 20
-    report, out = report_with(Line("decode", "x", "not run", text))
-    assert text in out.getvalue()
+def test_a_long_result_goes_on_in_its_column_and_nothing_is_lost():
+    text = "a reason\nof two lines " + "and many words " * 20 + "compared with it"
+    target = Target(0.8, 0.84, "it")
+    report, out = report_with(Line("decode", "x", "not run", text, {}, target), NOT_RUN)
     out.truncate(0)
     out.seek(0)
     report.print_table()
-    row = out.getvalue().splitlines()[2]
-    assert row.startswith("decode  x     not run  a reason of two lines and many words")
-    assert row.endswith("...")
-    assert len(row) == len("decode  x     not run  ") + 100
+    first, *further, last = out.getvalue().splitlines()[2:-2]
+    start = "decode  x           not run  "
+    assert first.startswith(f"{start}a reason of two lines and many words")
+    assert first.endswith("  met: 0.84 of it, wanted 0.8")
+    assert all(row.startswith(" " * len(start)) and len(row) <= len(start) + 100 for row in further)
+    results = [row[len(start) :][:100].strip() for row in (first, *further)]
+    assert " ".join(results) == " ".join(text.split())
+    assert last == "engine  flash_attn  not run  no GPU"
 
 
 def test_the_json_file_has_everything(tmp_path):
@@ -101,3 +105,16 @@ def test_of_a_long_text_the_first_or_the_last_lines_are_shown():
     assert first_line("\n  a\nb") == "a"
     assert first_line(" \n") == "no message"
     assert last_lines("a\n\nb\nc\n", 2) == "b | c"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("Could not run 'aten::x' here. This could be because of much.\nMore.", "Could not run 'aten::x' here."),
+        ("No available kernel. Aborting execution.", "No available kernel."),
+        ("no end", "no end"),
+        ("torch 2.11 has none", "torch 2.11 has none"),
+    ],
+)
+def test_of_a_list_of_all_that_there_is_the_first_sentence_is_shown(text, sentence):
+    assert first_sentence(text) == sentence

@@ -77,14 +77,22 @@ def test_a_gpu_clock_times_the_kernels_between_two_events(monkeypatch):
         def elapsed_time(self, end):
             return 12.5
 
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda num_bytes, dtype, device: empty(1, dtype=dtype))
+    class Buffer:
+        """Can be read and not written: lines that were written go back to memory during the measurement."""
+
+        def __init__(self, size, dtype, device):
+            assert size * dtype.itemsize == 512 << 20
+
+        def max(self):
+            order.append("read")
+
+    monkeypatch.setattr(torch, "empty", Buffer)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("busy"), raising=False)
     clock = GPUClock("cuda:0")
     # In milliseconds, as CUDA has it.
     assert clock.seconds(lambda: order.append("work")) == 0.0125
-    assert order == ["busy", "event", "work", "event", "wait"]
+    assert order == ["read", "busy", "event", "work", "event", "wait"]
     # A torch without it is served too.
     monkeypatch.delattr(torch.cuda, "_sleep")
     assert clock.seconds(lambda: None) == 0.0125
@@ -312,6 +320,48 @@ def test_a_shape_has_a_line_for_each_whatever_becomes_of_the_others(told):
     assert lines["crooked"].text.startswith("WrongError: the output differs from attention by its definition")
     assert lines["raising"].text == "RuntimeError: out of luck"
     assert lines["torch_sdpa"].figures["seconds"] > 0
+
+
+class Talkative(Peer):
+    def prepare(self, data):
+        raise NotImplementedError("Could not run 'aten::x' here. It is there for [Meta, Python, Functionalize].")
+
+
+def test_of_what_torch_does_not_serve_one_sentence_is_said(told, monkeypatch):
+    monkeypatch.setattr(speed, "peers_for", lambda shape: [Talkative()])
+    speed.measure_shape("decode", DECODE[0], [], WallClock(), LIMITS, 3, False)
+    assert [(line.status, line.text) for line in told()] == [
+        ("not run", "NotImplementedError: Could not run 'aten::x' here.")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "limits", "reason"),
+    [
+        (
+            "decode",
+            DECODE[0],
+            {},
+            "no copy bandwidth was measured, of which 0.8 are wanted; the part `limits` does that",
+        ),
+        ("prefill", PREFILL[0], LIMITS, "none of torch's FlashAttention ran beside it, of whose speed 0.6 are wanted"),
+    ],
+)
+def test_a_target_that_could_not_be_judged_was_not_run(told, monkeypatch, part, shape, limits, reason):
+    monkeypatch.setattr(speed, "TARGETED_BACKEND", "torch_sdpa")
+    monkeypatch.setattr(speed, "peers_for", lambda shape: [])
+    speed.measure_shape(part, shape, ["torch_sdpa"], WallClock(), limits, 3, has_target=True)
+    measured, target = told()
+    assert (measured.what, measured.status) == (f"{shape.name}, torch_sdpa", "measured")
+    assert (target.what, target.status, target.text) == (f"{shape.name}, torch_sdpa, target", "not run", reason)
+
+
+def test_a_target_that_was_judged_stands_beside_its_figure(told, monkeypatch):
+    monkeypatch.setattr(speed, "TARGETED_BACKEND", "torch_sdpa")
+    monkeypatch.setattr(speed, "peers_for", lambda shape: [])
+    speed.measure_shape("decode", DECODE[0], ["torch_sdpa"], WallClock(), LIMITS, 3, has_target=True)
+    (line,) = told()
+    assert line.target is not None
 
 
 def test_the_step_under_way_is_known_while_it_is_measured(reported):
