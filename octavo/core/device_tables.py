@@ -64,6 +64,10 @@ class TableLayout:
         """Return where a group's table lies."""
         return slice(*self.starts[group_id : group_id + 2])
 
+    def shape_of(self, group_id: int) -> tuple[int, int]:
+        """Return rows and columns of a group's table."""
+        return self.num_rows, self.widths[group_id]
+
     def grown(self, num_rows: int, widths: Sequence[int]) -> TableLayout:
         """Return one with room for so many rows and columns.
 
@@ -128,10 +132,9 @@ class DeviceTables:
         cells = torch.zeros(new.num_cells, dtype=torch.int32, device=self._device)
         places = torch.tensor(list(zip(new.starts, new.widths, self.block_sizes, strict=False)), device=self._device)
         for group_id, width in enumerate(old.widths):
-            before, after = old.cells_of(group_id), new.cells_of(group_id)
-            shape = new.num_rows, new.widths[group_id]
+            after, shape = new.cells_of(group_id), new.shape_of(group_id)
             mirror[after].reshape(shape)[: old.num_rows, :width] = self._mirror_of(group_id)
-            cells[after].view(shape)[: old.num_rows, :width] = self.cells[before].view(old.num_rows, width)
+            cells[after].view(shape)[: old.num_rows, :width] = self.table(group_id)
         self._layout, self._mirror, self.cells, self.places = new, mirror, cells, places
 
     def stage(self, rows: Int32Array, block_tables: Sequence[Int32Array]) -> CellChanges:
@@ -172,8 +175,7 @@ class DeviceTables:
 
     def table(self, group_id: int) -> Tensor:
         """Return a group's table, a view. [num_rows + 1, width]"""
-        start, end = self._layout.starts[group_id : group_id + 2]
-        return self.cells[start:end].view(self._layout.num_rows, self._layout.widths[group_id])
+        return self.cells[self._layout.cells_of(group_id)].view(self._layout.shape_of(group_id))
 
     def gather(self, group_id: int, rows: Tensor, width: int, *, out: Tensor | None = None) -> Tensor:
         """Copy rows of a group's table.
@@ -189,5 +191,4 @@ class DeviceTables:
         return torch.index_select(self.table(group_id)[:, :width], 0, rows, out=out)
 
     def _mirror_of(self, group_id: int) -> Int32Array:
-        start, end = self._layout.starts[group_id : group_id + 2]
-        return self._mirror[start:end].reshape(self._layout.num_rows, self._layout.widths[group_id])
+        return self._mirror[self._layout.cells_of(group_id)].reshape(self._layout.shape_of(group_id))

@@ -58,10 +58,13 @@ class ConfigCheckpoint:
         self._refuse()
 
     @cached_property
+    def has_weights(self) -> bool:
+        """Whether weights lie beside the config, readable or not. One of another name need not belong to them."""
+        return self.path.name == "config.json" and any(self.path.parent.glob("*.safetensors"))
+
+    @cached_property
     def _beside(self) -> SafetensorsCheckpoint | None:
-        # A config of another name need not belong to them.
-        is_a_models = self.path.name == "config.json" and any(self.path.parent.glob("*.safetensors"))
-        return SafetensorsCheckpoint(self.path.parent) if is_a_models else None
+        return SafetensorsCheckpoint(self.path.parent) if self.has_weights else None
 
     def _weights(self) -> SafetensorsCheckpoint:
         if self._beside is None:

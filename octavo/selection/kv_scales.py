@@ -150,10 +150,7 @@ def _is_bare_config(checkpoint: Checkpoint) -> bool:
     """Whether there are no weights to ask. Whoever is going to run the model has some."""
     from octavo.models.config_checkpoint import ConfigCheckpoint
 
-    if not isinstance(checkpoint, ConfigCheckpoint):
-        return False
-    # A config of another name need not belong to weights beside it, and is not asked about them.
-    return checkpoint.path.name != "config.json" or not any(checkpoint.path.parent.glob("*.safetensors"))
+    return isinstance(checkpoint, ConfigCheckpoint) and not checkpoint.has_weights
 
 
 def _granularity(layers: Sequence[LayerScales | None], specs: Sequence[AttentionSpec]) -> str:
