@@ -7,7 +7,7 @@ import pytest
 from gpu_check.shapes import Shape, decode_shapes, num_seen, prefill_shapes
 from gpu_check.sizes import FULL, SMALL
 
-from octavo.testing.attention.oracle import sees
+from octavo.testing.attention.definition import sees
 
 PLAIN = decode_shapes(FULL, "cpu")[0].spec
 

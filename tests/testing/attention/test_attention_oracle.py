@@ -11,7 +11,8 @@ import torch
 from octavo.core.interfaces.attention import AttentionSpec
 from octavo.core.interfaces.kv_format import KV_FORMATS, ScaledPages
 from octavo.testing.attention.abilities import tolerance_of
-from octavo.testing.attention.oracle import attend_by_definition, make_case, stored_keys_and_values
+from octavo.testing.attention.definition import attend_by_definition
+from octavo.testing.attention.oracle import make_case, stored_keys_and_values
 
 PLAIN = AttentionSpec(
     num_query_heads=6,
